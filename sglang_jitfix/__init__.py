@@ -143,7 +143,7 @@ class Finder:
             others = others[others.index(self) + 1 :]
         for finder in others:
             find_spec = getattr(finder, "find_spec", None)  # importlib tolerates its absence
-            spec: "ModuleSpec | None" = find_spec and find_spec(name, path, target)
+            spec: ModuleSpec | None = find_spec and find_spec(name, path, target)
             if spec is not None:
                 # A namespace or a pre-PEP 451 loader: not the module we know.
                 if hasattr(spec.loader, "exec_module"):

@@ -15,7 +15,7 @@ import sglang_jitfix
 WRITER = "_to_entries"
 
 
-class _Function(wrapt.FunctionWrapper):  # type: ignore[misc,type-arg]
+class _Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A wrapped module-level function that still pickles by its name."""
 
     def __reduce_ex__(self, protocol: Any) -> str:

@@ -1,0 +1,7 @@
+"""``python -m sglang_jitfix``: the same as the ``sglang-jitfix`` command."""
+
+import sys
+
+from sglang_jitfix.cli import main
+
+sys.exit(main())

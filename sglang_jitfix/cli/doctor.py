@@ -1,0 +1,183 @@
+"""``sglang-jitfix doctor``: what the shim does and sees here, without importing SGLang."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from importlib import metadata
+from typing import Any
+
+import sglang_jitfix
+from sglang_jitfix import releases
+
+MAX_LINKS = 40  # as many as Linux follows in one path, path_resolution(7)
+
+
+def add_parser(commands: Any) -> None:
+    """Add this command to *commands*, argparse's sub-parsers."""
+    parser = commands.add_parser(
+        "doctor",
+        help="show the shim's state, the cache root link by link, and hints",
+        description="Shows what the shim does here. Imports neither SGLang nor torch.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; always 0."""
+    report = examine()
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(report)
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """The report, as the JSON object that ``doctor --json`` prints."""
+    started = sglang_jitfix.found_at_start
+    disabled = sglang_jitfix.is_set(sglang_jitfix.DISABLE)
+    if disabled:
+        why = f"{sglang_jitfix.DISABLE} is set"
+    elif started is None:
+        why = "the start-up file did not run in this interpreter"
+    else:
+        why = "the start-up file ran in this interpreter"
+    release = releases.installed()
+    variable, given = given_root(started if started is not None else dict(os.environ))
+    known = release in releases.AFFECTED
+    spelled = given or (releases.DEFAULT_ROOT if known else None)
+    resolved = sglang_jitfix.real_root(spelled) if spelled else None
+    report = {
+        "shim_version": metadata.version("sglang-jitfix"),
+        "on": not disabled and started is not None,
+        "why": why,
+        "startup_file": startup_file(),
+        "startup_ran": started is not None,
+        "python": sys.executable,
+        "sglang_version": release,
+        "sglang_known_affected": known,
+        "root_variable": variable,
+        "root_given": given,
+        "root_default": releases.DEFAULT_ROOT if known and not given else None,
+        "root_resolved": resolved,
+        "links": [{"link": link, "target": target} for link, target in links(spelled or "")],
+    }
+    return {**report, "hints": hints(report)}
+
+
+def given_root(environment: dict[str, Any]) -> tuple[str, str | None]:
+    """The variable that SGLang will obey in *environment*, and its value or None.
+
+    ``sglang.srt.environ`` copies the legacy name over the new one, so it wins.
+    """
+    for name in (sglang_jitfix.LEGACY_ROOT, sglang_jitfix.ROOT):
+        if environment.get(name) is not None:
+            return name, environment[name]
+    return sglang_jitfix.ROOT, None
+
+
+def startup_file() -> str | None:
+    """Where ``sglang_jitfix.pth`` is installed, or None if it is not."""
+    for file in metadata.files("sglang-jitfix") or ():
+        path = str(file.locate())
+        if file.name == "sglang_jitfix.pth" and os.path.isfile(path):
+            return os.path.abspath(path)
+    return None
+
+
+def links(spelled: str) -> list[tuple[str, str]]:
+    """Each symbolic link that is followed from *spelled* on, with what it points to."""
+    found: list[tuple[str, str]] = []
+    try:
+        ahead = os.path.join(os.getcwd(), os.path.expanduser(spelled)).split("/")
+    except OSError:  # a deleted working directory
+        return found
+    here = "/"
+    while ahead and spelled:
+        part = ahead.pop(0)
+        if part == "..":
+            here = os.path.dirname(here)
+        elif part not in ("", "."):
+            step = os.path.join(here, part)
+            if os.path.islink(step) and len(found) < MAX_LINKS:
+                target = os.readlink(step)
+                found.append((step, target))
+                ahead[:0] = target.split("/")
+                here = "/" if target.startswith("/") else here
+            else:
+                here = step
+    return found
+
+
+def hints(report: dict[str, Any]) -> list[str]:
+    """What the user may want to change, one sentence each."""
+    found = []
+    variable, given, resolved = (
+        report["root_variable"],
+        report["root_given"],
+        report["root_resolved"],
+    )
+    if report["startup_file"] is None:
+        found.append(
+            "sglang_jitfix.pth is not installed: `pip install` the package into the environment"
+            " itself, not with --target."
+        )
+    elif not report["startup_ran"]:
+        found.append("The start-up file did not run: was Python started with -S?")
+    if report["sglang_version"] is None:
+        found.append("No SGLang found in this environment.")
+    elif not report["sglang_known_affected"]:
+        found.append(
+            f"SGLang {report['sglang_version']} is not a release known to have the fault:"
+            " `sglang-jitfix verify` tells whether it has."
+        )
+    if variable == sglang_jitfix.LEGACY_ROOT:
+        found.append(f"{variable} is the old name and wins over {sglang_jitfix.ROOT}: unset it.")
+    if given and "$" in given:
+        found.append(f"{variable} contains a literal $: a variable that the shell did not expand?")
+    if given and given != given.strip():
+        found.append(f"{variable} begins or ends with white space, which is part of the path.")
+    if given and resolved is None:
+        found.append(
+            f"SGLang cannot use {given!a}: an unknown user, a loop of links, or no access."
+        )
+    if resolved is not None:
+        existing = resolved
+        while not os.path.lexists(existing):
+            existing = os.path.dirname(existing)
+        if not os.path.isdir(existing):
+            found.append(f"{existing!a} is not a directory.")
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            found.append(f"{existing!a} is not writable: builds are used but none can be added.")
+    if os.environ.get("SGLANG_CACHE_DIR"):
+        found.append(
+            "SGLANG_CACHE_DIR is set, but the JIT cache does not follow it:"
+            f" set {sglang_jitfix.ROOT}."
+        )
+    return found
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print *report* for people; paths are quoted where they hold anything unusual."""
+    on = "on" if report["on"] else "off"
+    affected = "known to have the fault" if report["sglang_known_affected"] else "not known"
+    sglang = f"{report['sglang_version']}, {affected}" if report["sglang_version"] else "not found"
+    given = "unset" if report["root_given"] is None else ascii(report["root_given"])
+    if report["root_default"]:
+        given += f", default {report['root_default']}"
+    rows = [
+        ("shim", f"{report['shim_version']}, {on}: {report['why']}"),
+        ("start-up file", report["startup_file"] or "not installed"),
+        ("python", report["python"]),
+        ("sglang", sglang),
+        ("root given", f"{report['root_variable']}: {given}"),
+        ("root resolved", ascii(report["root_resolved"]) if report["root_resolved"] else "unknown"),
+        *(("link", f"{link['link']!a} -> {link['target']!a}") for link in report["links"]),
+        *(("hint", hint) for hint in report["hints"]),
+    ]
+    for name, text in rows:
+        print(f"{name:15}{text}")
