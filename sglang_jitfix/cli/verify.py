@@ -68,9 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("The shim works here: one compile, then none.")
     if sglang_jitfix.is_set(sglang_jitfix.DISABLE):
-        print(
-            f"But {sglang_jitfix.DISABLE} is set in this shell: your launches run without it."
-        )
+        print(f"But {sglang_jitfix.DISABLE} is set in this shell: your launches run without it.")
     return 0
 
 

@@ -1,0 +1,103 @@
+"""What the tests share: environments, fresh interpreters, probe processes, manifests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_jitfix import DEBUG, DISABLE, ROOT
+
+Root = str | os.PathLike[str] | None
+
+SHIM: dict[str, dict[str, str]] = {"on": {}, "off": {DISABLE: "1"}}
+
+
+def environment(root: Root = None, shim: str = "on", **extra: str) -> dict[str, str]:
+    """This process's environment less SGLang's and our settings, with *root* as cache root."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SGLANG_", "SGL_", "COV_"))
+    }
+    # The environment's own bin folder first: SGLang looks up ninja on PATH.
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    if root is not None:
+        env[ROOT] = os.fspath(root)
+    return {**env, **SHIM[shim], **extra}
+
+
+def python(
+    code: str,
+    *args: str,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    executable: str | Path = sys.executable,
+    options: tuple[str, ...] = (),
+) -> str:
+    """What a fresh interpreter that runs *code* prints; it must exit 0 and be silent on stderr
+    unless ``SGLANG_JITFIX_DEBUG`` is set or SGLang is loaded."""
+    done = subprocess.run(
+        [executable, *options, "-c", code, *args],
+        env=dict(env),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    if DEBUG not in env and "sglang." not in code:
+        assert done.stderr == ""
+    return done.stdout
+
+
+def start_probe(source: Path, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[str]:
+    """A fresh process that loads the module once, as `sglang-jitfix verify` does."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "sglang_jitfix.cli.probe", str(source)],
+        env=dict(env),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="surrogateescape",
+    )
+
+
+def finish_probe(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The report of a probe process, which must succeed; ended here whatever happens."""
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    report: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return report
+
+
+def load_once(source: Path, env: Mapping[str, str], cwd: Path) -> dict[str, Any]:
+    """The report of one fresh probe process."""
+    return finish_probe(start_probe(source, env, cwd))
+
+
+def manifests(root: Path) -> dict[Path, list[list[str]]]:
+    """Every dependency manifest below *root*, decoded."""
+    return {path: json.loads(path.read_bytes()) for path in sorted(root.rglob("sgl_deps.json"))}
+
+
+def staging_entries(root: Path) -> list[str]:
+    """The manifest entries below *root* that name a staging folder."""
+    return [
+        entry[1]
+        for entries in manifests(root).values()
+        for entry in entries
+        if re.search(r"/\.staging-[0-9a-f]{32}/", entry[1])
+    ]
