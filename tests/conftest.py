@@ -15,11 +15,12 @@ from sglang_jitfix.cli import probe
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """Fail the test that changes this process's environment or leaves a child process."""
-    before = dict(os.environ)
+    before = _variables()
+    running = psutil.Process().children()  # servers that several tests share
     yield
-    after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
-    before.pop("PYTEST_CURRENT_TEST", None)
-    left = psutil.Process().children(recursive=True)
+    after = _variables()
+    left = [child for child in psutil.Process().children() if child not in running]
+    left += [below for child in left for below in child.children(recursive=True)]
     for process in left:
         process.kill()
     psutil.wait_procs(left)
@@ -28,6 +29,11 @@ def nothing_leaks() -> Iterator[None]:
         del os.environ[name]
     assert after == before, "the test leaks environment variables"
     assert not left, f"the test leaves processes behind: {left}"
+
+
+def _variables() -> dict[str, str]:
+    # pytest itself changes this one as a test goes on.
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 @pytest.fixture(scope="session")
