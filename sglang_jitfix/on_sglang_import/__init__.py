@@ -1,1 +1,1 @@
-"""What runs when a process loads SGLang: one module here for each SGLang module that is hooked."""
+"""What runs when a process loads SGLang: ``environ`` and ``cache`` hook the modules so named."""

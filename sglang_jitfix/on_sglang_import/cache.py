@@ -5,14 +5,24 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from inspect import Parameter
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
 import sglang_jitfix
+from sglang_jitfix.on_sglang_import import lookup
 
-WRITER = "_to_entries"
+WRITER = {"_to_entries": {"dependencies": True, "build_dir": True}}
+LOOKUP = {
+    "_read_deps": {"leaf": False},
+    "_refresh": {"entries": False},
+    "find_prebuilt": {"scope": True, "module_name": True},
+    # Called by the wrappers of those three.
+    "_resolve_path": {"root": True, "relpath": True},
+    "_deps_key": {"entries": False},
+}
 
 
 class _Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -23,33 +33,52 @@ class _Function(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
 
 def run(cache: ModuleType) -> None:
-    """Wrap the manifest writer of *cache* so that it knows its staging folder's real path.
+    """Wrap the manifest writer of *cache*, and its look-ups.
 
     ``_to_entries(*, dependencies, build_dir)`` resolves every dependency and drops
     those under *build_dir*, which it does not resolve. Handing it the resolved
     folder makes the comparison the one that was meant, and changes nothing where
-    the two are equal. If the function does not look like that any more, nothing is
-    patched and one warning is logged.
+    the two are equal. The look-ups are those of :mod:`.lookup`. Either is left
+    unpatched, with one warning, if its functions do not look like that any more.
     """
-    writer = getattr(cache, WRITER, None)
-    if not inspect.isfunction(writer) or not _takes(writer, {"dependencies", "build_dir"}):
-        logging.getLogger("sglang_jitfix").warning(
-            "%s.%s is not the one known, left unpatched: `sglang-jitfix verify` tells"
-            " whether this SGLang still needs it",
-            cache.__name__,
-            WRITER,
-        )
-        return
-    setattr(cache, WRITER, _Function(writer, _resolve_build_dir))
-    sglang_jitfix.debug(f"patched {cache.__name__}.{WRITER}")
-
-
-def _takes(function: Callable[..., Any], names: set[str]) -> bool:
-    """Whether *names*, keyword-only, are all that *function* takes."""
-    parameters = inspect.signature(function).parameters
-    return set(parameters) == names and all(
-        parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values()
+    _patch(cache, WRITER, {"_to_entries": _resolve_build_dir})
+    _patch(
+        cache,
+        LOOKUP,
+        {
+            "_read_deps": lookup.read_deps,
+            "_refresh": lookup.Refresh(cache),
+            "find_prebuilt": lookup.FindPrebuilt(cache),
+        },
     )
+
+
+def _patch(
+    cache: ModuleType, known: dict[str, dict[str, bool]], wrappers: dict[str, Callable[..., Any]]
+) -> None:
+    """Wrap all functions that are *known*, or none of them and warn if one is not."""
+    for name, parameters in known.items():
+        function = getattr(cache, name, None)
+        if not inspect.isfunction(function) or not _takes(function, parameters):
+            logging.getLogger("sglang_jitfix").warning(
+                "%s.%s is not the one known, left unpatched: `sglang-jitfix verify` tells"
+                " whether this SGLang still needs it",
+                cache.__name__,
+                name,
+            )
+            return
+    for name, wrapper in wrappers.items():
+        setattr(cache, name, _Function(getattr(cache, name), wrapper))
+        sglang_jitfix.debug(f"patched {cache.__name__}.{name}")
+
+
+def _takes(function: Callable[..., Any], names: dict[str, bool]) -> bool:
+    """Whether *function* takes just *names*, keyword-only where the value is True."""
+    kinds = {True: Parameter.KEYWORD_ONLY, False: Parameter.POSITIONAL_OR_KEYWORD}
+    parameters = inspect.signature(function).parameters.values()
+    return {parameter.name: parameter.kind for parameter in parameters} == {
+        name: kinds[keyword_only] for name, keyword_only in names.items()
+    }
 
 
 def _resolve_build_dir(
