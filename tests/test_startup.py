@@ -195,7 +195,7 @@ sys.path.insert(0, os.getcwd())
 import child_of_test
 if __name__ == "__main__":
     os.environ["SGLANG_JIT_CACHE_DIR"] = sys.argv[1]
-        found = {}
+    found = {}
     for method in ("fork", "spawn", "forkserver"):
         context = multiprocessing.get_context(method)
         with context.Pool(1) as pool:
