@@ -1,4 +1,4 @@
-"""What happens at the start of an interpreter that has nothing to do with SGLang."""
+"""What happens at the start of an interpreter: the wheel in fresh environments of each CPython."""
 
 from __future__ import annotations
 
@@ -6,62 +6,91 @@ import getpass
 import json
 import os
 import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from conftest import Fresh
 from sglang_jitfix import DEBUG, DISABLE, LEGACY_ROOT, ROOT
 from spellings import SPELLINGS, Place, lay_out, value
-from support import environment, python
+from support import OFF, environment, python
 
 PRINT = "import os; print(os.environ.get('SGLANG_JIT_CACHE_DIR', 'unset'), end='')"
 
 
+@dataclass(frozen=True)
+class Start:
+    """Interpreters of a fresh environment, started in a folder full of links."""
+
+    fresh: Fresh
+    place: Place
+
+    def env(self, given: str | None = None, **extra: str) -> dict[str, str]:
+        return environment(given, **self.place.env | extra)
+
+    def run(self, code: str, given: str | None = None, *options: str, **extra: str) -> str:
+        """What *code* prints with *given* as cache root."""
+        executable = self.fresh.with_shim
+        env = self.env(given, **extra)
+        return python(code, env=env, cwd=self.folder, executable=executable, options=options)
+
+    def root(self, given: str | None = None, *options: str, **extra: str) -> str:
+        """The cache root once the interpreter has started with *given*."""
+        return self.run(PRINT, given, *options, **extra)
+
+    def shell(self, command: str, given: str, cwd: Path, **extra: str) -> tuple[int, str, str]:
+        """Exit status, stdout and stderr of a shell *command* in which $PYTHON is ours."""
+        env = self.env(given, PYTHON=str(self.fresh.with_shim), **extra)
+        done = subprocess.run(["sh", "-c", command], env=env, cwd=cwd, capture_output=True)
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    @property
+    def folder(self) -> Path:
+        return self.place.folder
+
+    @property
+    def real(self) -> str:
+        """What the link in the folder points to."""
+        return f"{self.folder}/deep/real"
+
+
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return lay_out(tmp_path.resolve())
+def start(fresh: Fresh, tmp_path: Path) -> Start:
+    return Start(fresh, lay_out(tmp_path.resolve()))
 
 
-def seen(place: Place, given: str | None, shim: str = "on", **extra: str) -> str:
-    """The cache root that an interpreter started at *place* with *given* ends up with."""
-    env = environment(given, shim, **place.env | extra)
-    return python(PRINT, env=env, cwd=place.folder)
-
-
-def same_directory(place: Place, given: str) -> str:
-    """Make the directory as SGLang would for *given*, and return its real path."""
-    code = (
-        "import os, pathlib, sys\n"
-        "root = pathlib.Path(sys.argv[1]).expanduser()\n"
-        "root.mkdir(parents=True, exist_ok=True)\n"
-        "os.chdir(root)\n"
-        "print(os.getcwd(), end='')"  # the kernel's word, not realpath's
-    )
-    return python(code, given, env=environment(None, "off", **place.env), cwd=place.folder)
+MAKE = """
+import os, pathlib, sys
+root = pathlib.Path(sys.argv[1]).expanduser()  # SGLang's cache_root(), and its mkdir
+root.mkdir(parents=True, exist_ok=True)
+os.chdir(root)
+print(os.getcwd(), end="")  # the kernel's word, not realpath's
+"""
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_root_is_the_real_path_of_the_same_directory(place: Place, name: str) -> None:
-    given = value(place, name)
-    before = sorted(place.folder.rglob("*"))
-    assert seen(place, given, "off") == given
-    root = seen(place, given)
-    assert sorted(place.folder.rglob("*")) == before, "the shim made something"
+def test_root_is_the_real_path_of_the_same_directory(start: Start, name: str) -> None:
+    given = value(start.place, name)
+    before = sorted(start.folder.rglob("*"))
+    assert start.root(given, **OFF) == given
+    root = start.root(given)
+    assert sorted(start.folder.rglob("*")) == before, "the shim made something"
     assert root != given
-    assert root == same_directory(place, given)
-    assert seen(place, root) == root, "a canonical root is left alone"
+    env = start.env(None, **OFF)
+    assert root == python(MAKE, given, env=env, cwd=start.folder)
+    assert start.root(root) == root, "a canonical root is left alone"
 
 
-def test_dangling_link_names_the_directory_it_points_to(place: Place) -> None:
+def test_dangling_link_names_the_directory_it_points_to(start: Start) -> None:
     # SGLang's mkdir refuses such a root, so there is nothing it makes to compare with.
-    assert seen(place, "dangling/x") == f"{place.folder}/deep/absent/x"
+    assert start.root("dangling/x") == f"{start.folder}/deep/absent/x"
 
 
-def test_home_of_a_named_user(place: Place) -> None:
+def test_home_of_a_named_user(start: Start) -> None:
     given = f"~{getpass.getuser()}/sglang-jitfix-test-that-is-not-there/x"
-    expected = (Path(given).expanduser()).resolve()
-    assert seen(place, given) == str(expected)
+    expected = Path(given).expanduser().resolve()
+    assert start.root(given) == str(expected)
     assert not expected.exists()
 
 
@@ -69,158 +98,138 @@ def test_home_of_a_named_user(place: Place) -> None:
     "given",
     ["~no-such-user-here/cache", "loop", "loop/cache", "absent/../loop", "file/cache", "x" * 5000],
 )
-def test_what_sglang_cannot_use_is_left_as_it_was(place: Place, given: str) -> None:
-    (place.folder / "loop").symlink_to("loop")
-    (place.folder / "file").write_text("in the way")
-    assert seen(place, given) == given
+def test_what_sglang_cannot_use_is_left_as_it_was(start: Start, given: str) -> None:
+    (start.folder / "loop").symlink_to("loop")
+    (start.folder / "file").write_text("in the way")
+    assert start.root(given) == given
 
 
-def test_deleted_working_directory(place: Place) -> None:
-    gone = place.folder / "gone"
-    gone.mkdir()
-    command = f'rmdir "$PWD" && exec "{sys.executable}" -c "{PRINT}"'
-    for given, expected in ((".", "."), (f"{place.folder}/link", f"{place.folder}/deep/real")):
-        gone.mkdir(exist_ok=True)
-        done = subprocess.run(
-            ["sh", "-c", command], env=environment(given), cwd=gone, capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+def test_deleted_working_directory(start: Start) -> None:
+    for given, expected in ((".", "."), (f"{start.folder}/link", start.real)):
+        gone = start.folder / "gone"
+        gone.mkdir()
+        command = f'rmdir "$PWD" && exec "$PYTHON" -c "{PRINT}"'
+        assert start.shell(command, given, gone) == (0, expected, "")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user that does not exist")
-def test_no_home_and_no_passwd_entry(place: Place) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without a name")
+def test_no_home_and_no_passwd_entry(start: Start) -> None:
     code = (
         "import os, sglang_jitfix\n"
         "os.environ.pop('HOME'); os.setuid(54321)\n"
         f"os.environ['{ROOT}'] = '~/cache'\n"
         "sglang_jitfix.init()\n"
     )
-    assert python(code + PRINT, env=environment(), cwd=place.folder) == "~/cache"
+    assert start.run(code + PRINT) == "~/cache"
+
+
+def test_unset_or_empty_stays_so_without_sglang(start: Start) -> None:
+    assert start.root(None) == "unset"
+    assert start.root("") == ""
 
 
 @pytest.mark.parametrize("given", [None, ""])
-def test_unset_or_empty_stays_so_where_sglang_is_not_loaded(
-    place: Place, given: str | None
-) -> None:
-    code = "import importlib.util; assert importlib.util.find_spec('sglang')\n" + PRINT
-    env = environment(given, **place.env)
-    assert python(code, env=env) == ("unset" if given is None else "")
+def test_looking_for_sglang_sets_nothing(given: str | None) -> None:
+    code = "import importlib.util, sys; assert importlib.util.find_spec('sglang')\n"
+    code += "assert 'sglang' not in sys.modules\n"
+    assert python(code + PRINT, env=environment(given)) == ("unset" if given is None else "")
 
 
-def test_legacy_variable_is_normalised_too(place: Place) -> None:
+def test_legacy_variable_is_normalised_too(start: Start) -> None:
     code = f"import os; print(os.environ['{LEGACY_ROOT}'], '{ROOT}' in os.environ)"
-    env = environment(None, **place.env, **{LEGACY_ROOT: "link"})
-    assert python(code, env=env, cwd=place.folder) == f"{place.folder}/deep/real False\n"
+    assert start.run(code, **{LEGACY_ROOT: "link"}) == f"{start.real} False\n"
 
 
-@pytest.mark.parametrize("options", [(), ("-I",), ("-E",), ("-O",), ("-X", "dev"), ("-W", "error")])
-def test_every_mode_of_the_interpreter_that_reads_pth_files(
-    place: Place, options: tuple[str, ...]
-) -> None:
-    env = environment("link", **place.env)
-    root = python(PRINT, env=env, cwd=place.folder, options=options)
-    assert root == f"{place.folder}/deep/real"
+MODES = ["-I", "-E", "-s", "-O", "-OO", "-B", "-Xdev", "-Werror", "-Xfrozen_modules=off"]
 
 
-def test_without_site_nothing_runs(place: Place) -> None:
-    env = environment("link", **place.env)
-    assert python(PRINT, env=env, cwd=place.folder, options=("-S",)) == "link"
+@pytest.mark.parametrize("option", MODES)
+def test_modes_in_which_the_shim_runs(start: Start, option: str) -> None:
+    assert start.root("link", option) == start.real
+
+
+def test_without_site_nothing_runs(start: Start) -> None:
+    assert start.root("link", "-S") == "link"
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES", "on", "anything"])
-def test_off_switch(place: Place, value: str) -> None:
+def test_off_switch(start: Start, value: str) -> None:
     code = PRINT + "; import sys; print('', *[type(f).__module__ for f in sys.meta_path])"
-    out = python(code, env=environment("link", **{DISABLE: value}), cwd=place.folder)
-    assert out.split()[0] == "link"
-    assert "sglang_jitfix" not in out
+    root, *finders = start.run(code, "link", **{DISABLE: value}).split()
+    assert root == "link"
+    assert "sglang_jitfix" not in finders
 
 
 @pytest.mark.parametrize("value", ["", "0", "false", "No", "N", " off "])
-def test_off_switch_that_is_not_set(place: Place, value: str) -> None:
-    out = python(PRINT, env=environment("link", **{DISABLE: value}), cwd=place.folder)
-    assert out == f"{place.folder}/deep/real"
+def test_off_switch_that_is_not_set(start: Start, value: str) -> None:
+    assert start.root("link", **{DISABLE: value}) == start.real
 
 
-def test_start_loads_one_module_and_a_second_init_changes_nothing(place: Place) -> None:
-    code = (
-        "import sys; before = set(sys.modules); path = list(sys.meta_path)\n"
-        "import os, sglang_jitfix; env = dict(os.environ)\n"
-        "sglang_jitfix.init(); sglang_jitfix.init()\n"
-        "assert sys.meta_path == path and dict(os.environ) == env\n"
-        "assert set(sys.modules) == before\n"
-        "print(*sorted(before))"
-    )
+def test_start_loads_one_module(start: Start) -> None:
+    code = "import sys; print(*sorted(sys.modules))"
     for given in (None, "link", "~/cache"):
-        on = python(code, env=environment(given, **place.env), cwd=place.folder).split()
-        # The same environment's interpreter with the package out of reach is the measure:
-        # -S, then what site does but our file.
-        bare = (
-            "import os, sys; sys.modules['sglang_jitfix'] = type(sys)('stub')\n"
-            "sys.modules['sglang_jitfix'].init = lambda: None\n"
-            "import site; site.main(); del sys.modules['sglang_jitfix']\n"
-            "print(*sorted(sys.modules))"
-        )
-        env = environment(given, **place.env)
-        off = python(bare, env=env, cwd=place.folder, options=("-S",)).split()
-        assert set(on) - set(off) == {"sglang_jitfix"}
+        with_shim = start.run(code, given).split()
+        bare = python(code, env=start.env(given), cwd=start.folder, executable=start.fresh.bare)
+        assert set(with_shim) - set(bare.split()) == {"sglang_jitfix"}
 
 
-def test_debug_is_one_line_an_action_with_the_pid(place: Place) -> None:
-    env = environment("link", **place.env, **{DEBUG: "1"})
-    done = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"],
-        env=env,
-        cwd=place.folder,
-        capture_output=True,
-        text=True,
-        check=True,
+def test_second_init_changes_nothing(start: Start) -> None:
+    code = (
+        "import os, sys, sglang_jitfix\n"
+        "def state(): return list(sys.modules), list(sys.meta_path), dict(os.environ)\n"
+        "before = state()\n"
+        "sglang_jitfix.init(); sglang_jitfix.init()\n"
+        "assert state() == before\n"
+        "print([type(finder).__name__ for finder in sys.meta_path].count('Finder'))"
     )
-    first, *others = done.stderr.splitlines()
-    pid = done.stdout.strip()
-    assert first == f"sglang-jitfix[{pid}]: {ROOT}: 'link' -> '{place.folder}/deep/real'"
+    assert start.run(code, "link") == "1\n"
+
+
+def test_debug_is_one_line_an_action_with_the_pid(start: Start) -> None:
+    command = '"$PYTHON" -c "import os; print(os.getpid())"'
+    status, out, err = start.shell(command, "link", start.folder, **{DEBUG: "1"})
+    first, *others = err.splitlines()
+    tag = f"sglang-jitfix[{out.strip()}]: {ROOT}: "
+    assert status == 0
+    assert first == f"{tag}'link' -> '{start.real}'"
     # Before Python 3.13 a virtual environment's .pth files are read twice.
-    assert others in ([], [f"sglang-jitfix[{pid}]: {ROOT}: canonical already: {first.split()[-1]}"])
+    assert others in ([], [f"{tag}canonical already: '{start.real}'"])
 
 
-def test_debug_with_stderr_closed(place: Place) -> None:
-    command = f'exec "{sys.executable}" -c "{PRINT}" 2>&-'
-    env = environment("link", **place.env, **{DEBUG: "1"})
-    out = subprocess.run(["sh", "-c", command], env=env, cwd=place.folder, capture_output=True)
-    assert out.stdout.decode() == f"{place.folder}/deep/real"
+def test_debug_with_stderr_closed_writes_nowhere(start: Start) -> None:
+    command = f'exec "$PYTHON" -c "{PRINT}" 2>&-'
+    assert start.shell(command, "link", start.folder, **{DEBUG: "1"})[1] == start.real
 
 
 CHILDREN = """
 import json, multiprocessing, os, sys
-sys.path.insert(0, os.getcwd())
-import child_of_test
+
+def root():
+    return os.environ["SGLANG_JIT_CACHE_DIR"]
+
 if __name__ == "__main__":
-    os.environ["SGLANG_JIT_CACHE_DIR"] = sys.argv[1]
+    if len(sys.argv) > 1:
+        os.environ["SGLANG_JIT_CACHE_DIR"] = sys.argv[1]
     found = {}
     for method in ("fork", "spawn", "forkserver"):
         context = multiprocessing.get_context(method)
         with context.Pool(1) as pool:
-            found[method] = pool.apply(child_of_test.root)
+            found[method] = pool.apply(root)
     print(json.dumps(found))
 """
 
 
-def test_children_of_multiprocessing(place: Place) -> None:
-    """Set after the start of the parent: a spawned child normalises for itself; a forked one,
-    which starts no interpreter, has what its parent has."""
-    (place.folder / "child_of_test.py").write_text(
-        f"import os\ndef root():\n    return os.environ['{ROOT}']\n"
-    )
-    script = place.folder / "parent.py"
+def test_children_of_multiprocessing(start: Start) -> None:
+    """A spawned child starts an interpreter of its own; a forked one has what its parent has."""
+    script = start.folder / "parent.py"
     script.write_text(CHILDREN)
-    real = f"{place.folder}/deep/real"
-    for shim, spawned in (("on", real), ("off", "link")):
-        done = subprocess.run(
-            [sys.executable, str(script), "link"],
-            env=environment(None, shim, **place.env),
-            cwd=place.folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found = json.loads(done.stdout)
-        assert found == {"fork": "link", "spawn": spawned, "forkserver": spawned}
+    run_it = f'"$PYTHON" {script}'
+    for command, extra, expected in (
+        (run_it, {}, {"fork": start.real, "spawn": start.real, "forkserver": start.real}),
+        (run_it, OFF, {"fork": "link", "spawn": "link", "forkserver": "link"}),
+        # Set by the program, too late for the parent's start.
+        (f"{run_it} link", {}, {"fork": "link", "spawn": start.real, "forkserver": start.real}),
+    ):
+        status, out, err = start.shell(command, "link", start.folder, **extra)
+        assert status == 0, err
+        assert json.loads(out) == expected
