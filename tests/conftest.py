@@ -66,7 +66,8 @@ def fresh(
     base = interpreters()[request.param]
     pair = Fresh(new_environment(folder / "shim", base), new_environment(folder / "bare", base))
     run("uv", "pip", "install", "-q", "--python", pair.with_shim, wheel)
-    (site_packages(pair.bare) / "empty.pth").touch()
+    # A comment, because Python 3.13 loads a codec to read any line at all.
+    (site_packages(pair.bare) / "empty.pth").write_text("#\n")
     return pair
 
 
