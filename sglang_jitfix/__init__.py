@@ -67,10 +67,10 @@ def is_set(name: str) -> bool:
 
 def debug(message: str) -> None:
     """Write *message* and the pid as one ASCII line to stderr if ``SGLANG_JITFIX_DEBUG`` is set."""
-    if is_set(DEBUG):
+    if is_set(DEBUG) and sys.stderr is not None:  # print(file=None) would write to stdout
         try:
             print(f"sglang-jitfix[{os.getpid()}]: {message}", file=sys.stderr)
-        except Exception:  # stderr may be closed or None: never a reason to fail
+        except Exception:  # a closed stderr is no reason to fail
             pass
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from sglang_jitfix.cli import main
+from sglang_jitfix.cli.main import main
 
 sys.exit(main())

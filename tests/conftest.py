@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
 from sglang_jitfix.cli import probe
+from support import REPOSITORY, interpreters, new_environment, run, site_packages
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +37,38 @@ def nothing_leaks() -> Iterator[None]:
 def _variables() -> dict[str, str]:
     # pytest itself changes this one as a test goes on.
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from this tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
+    run(*build, cwd=REPOSITORY)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Two new virtual environments of one CPython: with the wheel, and with an empty .pth file."""
+
+    with_shim: Path
+    bare: Path
+
+
+@pytest.fixture(scope="session", params=interpreters())
+def fresh(
+    request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Fresh:
+    """The interpreters of two new environments, for each CPython that this machine has."""
+    folder = tmp_path_factory.mktemp(f"fresh-{request.param}")
+    base = interpreters()[request.param]
+    pair = Fresh(new_environment(folder / "shim", base), new_environment(folder / "bare", base))
+    run("uv", "pip", "install", "-q", "--python", pair.with_shim, wheel)
+    # A comment, because Python 3.13 loads a codec to read any line at all.
+    (site_packages(pair.bare) / "empty.pth").write_text("#\n")
+    return pair
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,7 +16,47 @@ from sglang_jitfix import DEBUG, DISABLE, ROOT
 
 Root = str | os.PathLike[str] | None
 
-SHIM: dict[str, dict[str, str]] = {"on": {}, "off": {DISABLE: "1"}}
+OFF = {DISABLE: "1"}
+SHIM: dict[str, dict[str, str]] = {"on": {}, "off": OFF}
+
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def interpreters() -> dict[str, str]:
+    """The CPythons from 3.10 on that this machine has, the running one included, by version."""
+    found = {f"{sys.version_info.major}.{sys.version_info.minor}": sys.executable}
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    for version in (f"3.{minor}" for minor in range(10, 20)):
+        places = sorted(pyenv.glob(f"versions/{version}*/bin/python{version}"))
+        for place in [shutil.which(f"python{version}"), *places]:
+            # A launcher may be on PATH without the version it is named for.
+            works = place and subprocess.run([place, "-c", ""], capture_output=True).returncode == 0
+            if works:
+                found.setdefault(version, str(place))
+    return found
+
+
+def run(*command: str | Path, **options: Any) -> str:
+    """The output of *command*, both streams; it must exit 0. *options* are subprocess's."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, **{"env": environment(), **streams, **options})
+    out = str(done.stdout, errors="replace")
+    assert done.returncode == 0, out
+    return out
+
+
+def new_environment(folder: Path, base: str = sys.executable, pip: bool = False) -> Path:
+    """Make a virtual environment at *folder* for the interpreter *base*; its interpreter."""
+    seeds = [] if pip else ["--no-seed"]
+    run(sys.executable, "-m", "virtualenv", "-q", "--no-download", "-p", base, *seeds, folder)
+    return folder / "bin" / "python"
+
+
+def site_packages(interpreter: Path) -> Path:
+    """The site-packages folder of *interpreter*."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(run(interpreter, "-c", code).strip())
 
 
 def environment(root: Root = None, shim: str = "on", **extra: str) -> dict[str, str]:
@@ -25,6 +66,8 @@ def environment(root: Root = None, shim: str = "on", **extra: str) -> dict[str, 
         for name, value in os.environ.items()
         if not name.startswith(("SGLANG_", "SGL_", "COV_"))
     }
+    # Without bytecode on disk each `import sglang` takes twice as long.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     # The environment's own bin folder first: SGLang looks up ninja on PATH.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     if root is not None:
