@@ -7,10 +7,12 @@ import json
 import os
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import sglang_jitfix
 from sglang_jitfix import releases
+from sglang_jitfix.cli import caches, output, repair
 
 MAX_LINKS = 40  # as many as Linux follows in one path, path_resolution(7)
 
@@ -47,7 +49,7 @@ def examine() -> dict[str, Any]:
     else:
         why = "the start-up file ran in this interpreter"
     release = releases.installed()
-    variable, given = given_root(started if started is not None else dict(os.environ))
+    variable, given = caches.root_setting(started if started is not None else dict(os.environ))
     known = release in releases.AFFECTED
     spelled = given or (releases.DEFAULT_ROOT if known else None)
     resolved = sglang_jitfix.real_root(spelled) if spelled else None
@@ -65,19 +67,24 @@ def examine() -> dict[str, Any]:
         "root_default": releases.DEFAULT_ROOT if known and not given else None,
         "root_resolved": resolved,
         "links": [{"link": link, "target": target} for link, target in links(spelled or "")],
+        **waste(resolved),
     }
     return {**report, "hints": hints(report)}
 
 
-def given_root(environment: dict[str, Any]) -> tuple[str, str | None]:
-    """The variable that SGLang will obey in *environment*, and its value or None.
+def waste(root: str | None) -> dict[str, int | None]:
+    """How many leaves below *root* are poisoned, and what their copies cost; None: no root.
 
-    ``sglang.srt.environ`` copies the legacy name over the new one, so it wins.
+    A copy is a poisoned leaf of a build that another leaf holds as well.
     """
-    for name in (sglang_jitfix.LEGACY_ROOT, sglang_jitfix.ROOT):
-        if environment.get(name) is not None:
-            return name, environment[name]
-    return sglang_jitfix.ROOT, None
+    names = ("poisoned_leaves", "wasted_compiles", "wasted_bytes")
+    if root is None or not os.path.isdir(root):
+        return dict.fromkeys(names)
+    dry = repair.Repair(caches.Cache(Path(root)), dry_run=True, staging_age=None)
+    dry.run()
+    report = dry.report()
+    copies = report["merged"]
+    return dict(zip(names, (report["mended"] + copies, copies, report["freed_bytes"]), strict=True))
 
 
 def startup_file() -> str | None:
@@ -153,6 +160,11 @@ def hints(report: dict[str, Any]) -> list[str]:
             found.append(f"{existing!a} is not a directory.")
         elif not os.access(existing, os.W_OK | os.X_OK):
             found.append(f"{existing!a} is not writable: builds are used but none can be added.")
+    if report["poisoned_leaves"]:
+        found.append(
+            "Poisoned leaves are good builds that SGLang finds only with the shim on. To mend them"
+            " for good, type `sglang-jitfix repair`; add --dry-run to see first what it would do."
+        )
     if os.environ.get("SGLANG_CACHE_DIR"):
         found.append(
             "SGLANG_CACHE_DIR is set, but the JIT cache does not follow it:"
@@ -169,6 +181,13 @@ def show(report: dict[str, Any]) -> None:
     given = "unset" if report["root_given"] is None else ascii(report["root_given"])
     if report["root_default"]:
         given += f", default {report['root_default']}"
+    poison = "no cache yet"
+    if report["poisoned_leaves"] is not None:
+        poison = (
+            f"{output.plural(report['poisoned_leaves'], 'leaf', 'leaves')};"
+            f" {output.plural(report['wasted_compiles'], 'compile')} and"
+            f" {output.size(report['wasted_bytes'])} wasted on copies"
+        )
     rows = [
         ("shim", f"{report['shim_version']}, {on}: {report['why']}"),
         ("start-up file", report["startup_file"] or "not installed"),
@@ -177,6 +196,7 @@ def show(report: dict[str, Any]) -> None:
         ("root given", f"{report['root_variable']}: {given}"),
         ("root resolved", ascii(report["root_resolved"]) if report["root_resolved"] else "unknown"),
         *(("link", f"{link['link']!a} -> {link['target']!a}") for link in report["links"]),
+        ("poisoned", poison),
         *(("hint", hint) for hint in report["hints"]),
     ]
     for name, text in rows:

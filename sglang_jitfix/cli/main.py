@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sglang_jitfix.cli import doctor, verify
+from sglang_jitfix.cli import doctor, explain, ls, repair, verify
 from sglang_jitfix.cli.errors import CommandError
 
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Keep SGLang's JIT kernel cache usable, however its path is spelled.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (verify, doctor):
+    for command in (verify, doctor, ls, repair, explain):
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
@@ -35,6 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("sglang-jitfix: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `| head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()
         return 0
+    except OSError as error:  # a full disk, no permission, ...
+        if error.filename is None:
+            _close_stdout()  # most likely it was the output that could not be written
+        place = "" if error.filename is None else f"{error.filename!a}: "
+        print(f"sglang-jitfix: {place}{error.strerror or error}", file=sys.stderr)
+        return 2
     return status
+
+
+def _close_stdout() -> None:
+    # What is left in its buffer would fail once more when the interpreter ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

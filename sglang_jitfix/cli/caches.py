@@ -1,0 +1,190 @@
+"""A cache as the commands read it, without SGLang: its root, scopes, leaves and left-overs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import sglang_jitfix
+from sglang_jitfix import leaves, releases
+from sglang_jitfix.cli.errors import CommandError
+
+OK, POISONED, UNREADABLE, INCOMPLETE = "ok", "poisoned", "unreadable", "incomplete"
+# SGLang looks at names that begin with "deps-" only, so it never sees ours.
+OURS = ".sglang-jitfix-"
+
+
+def root_setting(environment: Mapping[str, str | None]) -> tuple[str, str | None]:
+    """The variable that SGLang will obey in *environment*, and its value or None.
+
+    ``sglang.srt.environ`` copies the legacy name over the new one, so it wins.
+    """
+    for name in (sglang_jitfix.LEGACY_ROOT, sglang_jitfix.ROOT):
+        if environment.get(name) is not None:
+            return name, environment[name]
+    return sglang_jitfix.ROOT, None
+
+
+def find_root(given: str | None) -> Path:
+    """The folder *given*, or the root that SGLang would use in this environment.
+
+    Raises CommandError if that is not known or is no folder.
+    """
+    if given is None:
+        started = sglang_jitfix.found_at_start
+        variable, setting = root_setting(os.environ if started is None else started)
+        if not setting and releases.installed() not in releases.AFFECTED:
+            raise CommandError(f"name the root: {sglang_jitfix.ROOT} is not set, and no SGLang"
+                               " is installed here whose default is known")  # fmt: skip
+        given = sglang_jitfix.real_root(setting or releases.DEFAULT_ROOT)
+        if given is None:
+            raise CommandError(f"SGLang cannot use {setting!a}, which {variable} names")
+    root = Path(given)
+    try:
+        mode = root.stat().st_mode
+    except FileNotFoundError:
+        raise CommandError(f"no such root: {given!a}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"cannot use the root {given!a}: {reason}") from None
+    if not stat.S_ISDIR(mode):
+        raise CommandError(f"not a folder: {given!a}")
+    return root
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf, and what its manifest is worth."""
+
+    path: Path
+    status: str
+    reason: str  # why it is not ok; empty if it is
+    entries: tuple[leaves.Entry, ...]
+    own: tuple[leaves.Entry, ...]  # those of its entries that poison it
+
+    @property
+    def good_name(self) -> str:
+        """The name of this leaf without the entries that poison it."""
+        return leaves.LEAF_PREFIX + leaves.deps_key(self.good_entries)
+
+    @property
+    def good_entries(self) -> list[leaves.Entry]:
+        """The entries that SGLang would have written."""
+        return [entry for entry in self.entries if entry not in self.own]
+
+
+def examine(path: Path) -> Leaf:
+    """The state of the leaf at *path*; a leaf that is gone is incomplete."""
+    scope = path.parent
+    entries: tuple[leaves.Entry, ...] = ()
+    own: tuple[leaves.Entry, ...] = ()
+    try:
+        entries = tuple(leaves.decode(_read(path / leaves.MANIFEST)))
+    except (FileNotFoundError, NotADirectoryError):
+        return Leaf(path, INCOMPLETE, f"no {leaves.MANIFEST}", entries, own)
+    except OSError as error:
+        return Leaf(path, UNREADABLE, str(error.strerror), entries, own)
+    except ValueError as error:
+        return Leaf(path, UNREADABLE, str(error), entries, own)
+    own = tuple(
+        entry
+        for entry in entries
+        if leaves.is_own_unit(entry, scope.name) and _is_gone(entry, scope)
+    )
+    library = f"{scope.parent.name}.so"
+    if not os.path.isfile(path / library):
+        return Leaf(path, INCOMPLETE, f"no {library}", entries, own)
+    if path.name != leaves.LEAF_PREFIX + leaves.deps_key(entries):
+        return Leaf(path, UNREADABLE, "its list does not give its name", entries, own)
+    if not own:
+        return Leaf(path, OK, "", entries, own)
+    if len(own) == len(entries):  # SGLang would not have published it
+        return Leaf(path, UNREADABLE, "it lists nothing but its own unit", entries, own)
+    return Leaf(path, POISONED, "its list names its own unit, which is gone", entries, own)
+
+
+def _is_gone(entry: leaves.Entry, scope: Path) -> bool:
+    # Where SGLang's anchors lie only SGLang knows. But it was in this scope that the
+    # unit lay, unless the cache was moved, which takes a unit along.
+    return leaves.is_gone(scope.joinpath(*entry.relpath.split("/")[-2:])) and (
+        entry.root != "abs" or leaves.is_gone(entry.relpath)
+    )
+
+
+def _read(path: Path) -> bytes:
+    # Not blocking, because something that is no file might never end.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
+
+
+class Cache:
+    """The cache below *root*; ``problems`` are the folders that could not be listed, in words."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.problems: list[str] = []
+
+    def scopes(self) -> Iterator[Path]:
+        """Every scope, by name."""
+        for target in self._folders(self.root):
+            if target.name != "lost+found":  # the file system's, closed to most users
+                for module in self._folders(target):
+                    for scope in self._folders(module):
+                        if scope.name.startswith("build-"):
+                            yield scope
+
+    def leaves(self, scope: Path) -> list[Path]:
+        """The leaves of *scope*, newest first as SGLang looks at them."""
+        return self._newest_first(scope, leaves.LEAF_PREFIX)
+
+    def left_overs(self, scope: Path) -> list[Path]:
+        """The staging folders in *scope*, and temporary ones of a repair, newest first."""
+        return self._newest_first(scope, (".staging-", OURS))
+
+    def _folders(self, folder: Path) -> list[Path]:
+        return [Path(entry.path) for entry in self._listing(folder) if entry.is_dir()]
+
+    def _newest_first(self, scope: Path, prefix: str | tuple[str, ...]) -> list[Path]:
+        found = [Path(e.path) for e in self._listing(scope) if e.name.startswith(prefix)]
+        return sorted(found, key=modified, reverse=True)
+
+    def _listing(self, folder: Path) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(folder) as listing:
+                return sorted(listing, key=lambda entry: entry.name)
+        except FileNotFoundError:  # pruned or repaired as we look
+            return []
+        except OSError as error:
+            self.problems.append(f"{str(folder)!a}: {error.strerror}")
+            return []
+
+
+def modified(path: Path) -> int:
+    """When *path* was last modified, in nanoseconds; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def size(path: Path) -> int:
+    """The bytes of all files at and below *path*, less those that cannot be looked at."""
+    try:
+        info = path.lstat()
+        if not stat.S_ISDIR(info.st_mode):
+            return info.st_size
+        with os.scandir(path) as listing:
+            return sum(
+                size(Path(entry.path))
+                if entry.is_dir(follow_symlinks=False)
+                else entry.stat(follow_symlinks=False).st_size
+                for entry in listing
+            )
+    except OSError:
+        return 0
