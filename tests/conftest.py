@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cachekit import built  # noqa: F401 - a fixture
 from sglang_jitfix.cli import probe
 from support import REPOSITORY, interpreters, new_environment, run, site_packages
 
