@@ -43,7 +43,6 @@ number = itertools.count()
 # What a dependency may be called: an ordinary header, or one where only a part looks
 # like a generated unit.
 PLACES = (
-    "a.h",
     "b c/ä\n.h",
     f"{BUILD}/.staging-{HEX}/user.h",
     f"{BUILD}/.staging-{HEX[1:]}/main.cpp",
@@ -53,7 +52,7 @@ PLACES = (
     f"{OTHER_BUILD}/.staging-{HEX}/cuda.cu",
     f"{BUILD}0/.staging-{HEX}/main.cpp",
 )
-FATES = st.sampled_from(("kept", "kept", "edited", "deleted", "same again"))
+FATES = st.sampled_from(("edited", "deleted", "same again"))
 
 
 @contextlib.contextmanager
@@ -81,7 +80,7 @@ class Example:
 
     def __init__(self, places: Sequence[str], units: Sequence[str], anchored: bool) -> None:
         folder = (ANCHOR if anchored else WORLD) / str(next(number))
-        self.files = [folder / "include" / place for place in places]
+        self.files = [folder / "include" / place for place in ("a.h", *places)]
         self.scope = folder / "real" / "sm86" / MODULE / BUILD
         self.twin = folder / "twin" / "sm86" / MODULE / BUILD
         self.other = self.scope.with_name(OTHER_BUILD)
@@ -130,27 +129,28 @@ def meet(path: Path, fate: str) -> None:
 
 EXAMPLES = st.builds(
     Example,
-    st.lists(st.sampled_from(PLACES), min_size=1, max_size=4, unique=True),
+    st.lists(st.sampled_from(PLACES), max_size=3, unique=True),
     st.sampled_from((("main.cpp",), ("cuda.cu",), ("main.cpp", "cuda.cu"))),
     st.booleans(),
 )
 
 
 @COMMON
-@given(EXAMPLES, st.lists(FATES, min_size=4, max_size=4))
-def files_change(example: Example, fates: list[str]) -> None:
+@given(EXAMPLES, st.dictionaries(st.integers(0, 3), FATES, max_size=2))
+def files_change(example: Example, fates: dict[int, str]) -> None:
     """A poisoned leaf gets its twin's verdict, in place and moved; a good leaf keeps its own."""
     write(example.scope, example.poisoned, "built", None)
     write(example.twin, example.good, "built", None)
     write(example.other, example.poisoned, "built", None)
-    for path, fate in zip(example.files, fates, strict=False):
-        meet(path, fate)
+    fates = {index: fate for index, fate in fates.items() if index < len(example.files)}
+    for index, fate in fates.items():
+        meet(example.files[index], fate)
     moved = example.twin.parents[3] / "moved" / BUILD
     shutil.copytree(example.scope, moved)
     with no_shim():
         expected = look_up(example.twin)
         assert look_up(example.scope) is None, "the fault is not there"
-    changed = any(fate in ("edited", "deleted") for fate in fates[: len(example.files)])
+    changed = not {"edited", "deleted"}.isdisjoint(fates.values())
     assert expected == (None if changed else "built")
     assert look_up(example.scope) == expected, "the poisoned leaf"
     assert look_up(moved) == expected, "the poisoned leaf, moved"
@@ -215,7 +215,7 @@ def manifest_is_edited(example: Example, data: Any) -> None:
 def many_leaves(leaves: list[tuple[int, bool]], current: int) -> None:
     """With a limit of three, more is found than in the same cache without the fault, never
     less, and never another content than the current one."""
-    example = Example(["a.h"], ["main.cpp"], False)
+    example = Example([], ["main.cpp"], False)
     contents = []
     for content in range(5):
         example.files[0].write_text(str(content))
@@ -252,7 +252,7 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         try:
             globals()[name]()
-        except AssertionError:
+        except Exception:
             traceback.print_exc()
             print("fails:", name)
         else:
