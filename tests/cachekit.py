@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 import uuid
@@ -146,6 +147,25 @@ def mounted_read_only(folder: Path) -> list[str]:
     return ["unshare", options, "sh", "-c", script, str(folder), sys.executable]
 
 
+# Only root can read the interpreter or reach pytest's folders, so first all is loaded
+# and the folder entered. The command's arguments follow "-m sglang_jitfix".
+DROP_ROOT = """
+import os, sys
+from sglang_jitfix.cli.main import main
+os.chdir({!r})
+if os.geteuid() == 0:
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def unprivileged(folder: Path) -> list[str]:
+    """The start of a command that runs in *folder* and whom its modes bind."""
+    folder.chmod(0o755)
+    return [sys.executable, "-c", DROP_ROOT.format(str(folder))]
+
+
 def key(entries: Sequence[Entry]) -> str:
     """SGLang's ``_deps_key``, written once more so that the tests do not lean on ours."""
     parts = b"".join(repr(tuple(entry)).encode() + b"\0" for entry in entries)
@@ -202,3 +222,49 @@ def poison(leaf: Path, age: float, unit: str = "main.cpp") -> Path:
     copy = rewrite(copy, sorted([*good, own_unit(leaf.parent, unit)]))
     set_age(copy, age)
     return copy
+
+
+DEPENDENCIES: list[Entry] = [
+    ("abs", "/include/ä \n.h", "1" * 64),
+    ("kernels", "include/sgl_kernel/utils.h", "2" * 64),
+    ("sys", "include/stdio.h", "3" * 64),
+]
+
+
+def write_scope(root: Path, module: str = "m", build: str = "0123456789abcdef") -> Path:
+    """An empty scope."""
+    scope = root / "sm90a" / f"sgl_kernel_jit_{module}" / f"build-{build}"
+    scope.mkdir(parents=True)
+    return scope
+
+
+def write_poisoned(scope: Path, age: float = 0, entries: Sequence[Entry] = DEPENDENCIES) -> Path:
+    """A poisoned leaf that no compiler made."""
+    return write_leaf(scope, sorted([*entries, own_unit(scope)]), age)
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    """All there is below *folder*: modes and times, and the bytes of files."""
+    return {
+        str(path.relative_to(folder)): (
+            path.lstat().st_mode,
+            path.lstat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else None,
+        )
+        for path in folder.rglob("*")
+    }
+
+
+def jitfix(*arguments: str | Path, prefix: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """The command in a fresh process, which says at most one line on stderr and no traceback."""
+    start = prefix or [sys.executable]
+    done = subprocess.run(
+        [*start, "-m", "sglang_jitfix", *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stderr.count("\n") <= 1, done.stderr
+    return done

@@ -161,7 +161,9 @@ class Cache:
         except FileNotFoundError:  # pruned or repaired as we look
             return []
         except OSError as error:
-            self.problems.append(f"{str(folder)!a}: {error.strerror}")
+            problem = f"{str(folder)!a}: {error.strerror}"
+            if problem not in self.problems:
+                self.problems.append(problem)
             return []
 
 
