@@ -60,8 +60,11 @@ def load(root, name, source, scale):
     verdict = "hit"
     cache.clear_digest_cache()
     os.environ["SGLANG_JIT_CACHE_DIR"] = str(root)
-    header = source / "scale.h"
-    header.unlink() if scale is None else header.write_text(f"#define SCALE {scale}\\n")
+    header, text = source / "scale.h", scale and f"#define SCALE {scale}\\n"
+    if scale is None:
+        header.unlink()
+    elif not header.exists() or header.read_text() != text:
+        header.write_text(text)
     cuda = {"cuda_files": [f"{source}/scale.cuh"], "cuda_wrappers": [("scale_cu", "scale_cuda")]}
     try:
         with override_jit_cuda_arch(8, 6):

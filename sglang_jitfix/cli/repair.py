@@ -159,7 +159,8 @@ class Repair:
 
     def _add_new(self, scope: Path, suspects: list[Path], litter: list[Path]) -> None:
         for path in litter:
-            if self._is_litter(path):  # still, now that the lock is held
+            # Still, now that the lock is held: it may be gone or in use since.
+            if os.path.lexists(path) and self._is_litter(path):
                 self.freed += caches.size(path)
                 self._note(path, REMOVED)
                 if not self.dry_run:
@@ -272,17 +273,27 @@ def locked(scope: Path) -> Iterator[None]:
         deadline = time.monotonic() + LOCK_WAIT
         while True:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with named(path):
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise LockTakenError from None
                 time.sleep(0.05)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(path)) from error
         yield
     finally:
         os.close(handle)  # releases the lock
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Let an OSError of a call that works on an open file say that it was *path*."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def publish(old: caches.Leaf, new: Path) -> None:
@@ -293,11 +304,12 @@ def publish(old: caches.Leaf, new: Path) -> None:
     staging = temporary(new.parent)
     try:
         clone(old.path, staging, {leaves.MANIFEST})
-        with open(staging / leaves.MANIFEST, "xb") as file:
+        manifest = staging / leaves.MANIFEST
+        with named(manifest), open(manifest, "xb") as file:
             file.write(leaves.encode(old.good_entries))
             file.flush()
             os.fsync(file.fileno())
-        imitate(old.path / leaves.MANIFEST, staging / leaves.MANIFEST)
+        imitate(old.path / leaves.MANIFEST, manifest)
         imitate(old.path, staging)
         if os.path.lexists(new):
             discard(new)
