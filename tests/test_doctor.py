@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cachekit import DEPENDENCIES, write_leaf, write_poisoned, write_scope
 from sglang_jitfix import LEGACY_ROOT, ROOT
 from support import OFF, environment, site_packages
 
@@ -133,3 +134,21 @@ def test_bad_command_line(folder: Path) -> None:
         )
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
+
+
+def test_poisoned_leaves(folder: Path) -> None:
+    """Copies of one build are what is wasted; the hint says what to type."""
+    assert doctor(folder, "link/cache")["poisoned_leaves"] is None, "no cache yet"
+    scope = write_scope(folder / "real" / "cache")
+    write_leaf(scope, DEPENDENCIES)
+    report = doctor(folder, "link/cache")
+    assert (report["poisoned_leaves"], report["hints"]) == (0, [])
+    copies = [write_poisoned(scope), write_poisoned(scope)]
+    write_poisoned(scope, entries=DEPENDENCIES[:2])
+    report = doctor(folder, "link/cache")
+    assert (report["poisoned_leaves"], report["wasted_compiles"]) == (3, 2)
+    assert report["wasted_bytes"] == sum(
+        file.stat().st_size for leaf in copies for file in leaf.iterdir()
+    )
+    (hint,) = report["hints"]
+    assert "`sglang-jitfix repair`" in hint

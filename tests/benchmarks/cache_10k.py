@@ -1,0 +1,135 @@
+"""Measures, by hand: ``python tests/benchmarks/cache_10k.py [FOLDER]``.
+
+Time and peak memory of the commands on a cache of 10,000 leaves that no compiler made,
+with manifests of 400 entries like those of real CUDA modules, half of them poisoned;
+and the cost of a look-up of one such manifest with the shim, as a ratio to without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cachekit import Entry, own_unit, set_age, write_leaf, write_scope
+from support import environment
+
+SCOPES, LEAVES, ENTRIES = 1000, 10, 400
+ROUNDS = 400
+
+
+def make(root: Path) -> None:
+    """1,000 scopes of 10 leaves: 5 good ones, and of two contents 5 poisoned ones."""
+    for number in range(SCOPES):
+        scope = write_scope(root, f"module_{number % 50}", f"{number:016x}")
+        for leaf in range(LEAVES):
+            poisoned = leaf % 2
+            content = leaf % 4 if poisoned else 10 + leaf
+            entries: list[Entry] = [
+                ("sitepkgs", f"nvidia/cu13/include/cccl/header_{index:03}.h", digest(content))
+                for index in range(ENTRIES - poisoned)
+            ]
+            made = write_leaf(scope, [own_unit(scope), *entries] if poisoned else entries)
+            for name in ("cuda.cu", "cuda_0.o", "cuda_0.o.d", ".ninja_log"):
+                (made / name).write_text("text")
+            set_age(made, leaf)
+
+
+def digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def measure(*arguments: str) -> None:
+    """Print the seconds and the peak memory of one command, in a process of its own."""
+    # The peak of a child counts from its parent's at the fork, so a small one starts it.
+    code = (
+        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], stdout=-3)\n"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    command = [sys.executable, "-m", "sglang_jitfix", *arguments]
+    start = time.perf_counter()
+    out = subprocess.check_output([sys.executable, "-c", code, *command], env=environment())
+    seconds = time.perf_counter() - start
+    print(f"{' '.join(arguments[:-1]):20}{seconds:8.1f} s{int(out) / 1024:8.0f} MiB", flush=True)
+
+
+LOOK_UP = """
+import gc, hashlib, pathlib, statistics, sys, time
+sys.path.insert(0, sys.argv[2])
+import cachekit
+from sglang.kernels.jit.utils.compile import cache
+
+folder, rounds, count = pathlib.Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4])
+names = ("_read_deps", "_refresh", "find_prebuilt")
+shim = {name: getattr(cache, name) for name in names}
+plain = {name: getattr(cache, name).__wrapped__ for name in names}
+files = [folder / f"{index}.h" for index in range(count)]
+for file in files:
+    file.write_bytes(str(file).encode() * 100)
+entries = [("abs", str(file), hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted(files)]
+good, poisoned = (cachekit.write_scope(folder / name) for name in ("good", "poisoned"))
+cachekit.write_leaf(good, entries)
+cachekit.write_leaf(poisoned, sorted([*entries[1:], cachekit.own_unit(poisoned)]))
+
+def look_up(functions, scope, warm):
+    for name, function in functions.items():
+        setattr(cache, name, function)
+    if not warm:
+        cache.clear_digest_cache()
+    start = time.perf_counter()
+    found = cache.find_prebuilt(scope=scope, module_name=scope.parent.name)
+    seconds = time.perf_counter() - start
+    assert (found is None) == (scope is poisoned and functions is plain)
+    return seconds
+
+gc.disable()
+for what, warm in (("cold", False), ("warm", True)):
+    times = {"plain": [], "shim": [], "shim, poisoned": []}
+    for number in range(rounds):
+        pairs = [("plain", plain, good), ("shim", shim, good)]
+        for name, functions, scope in pairs if number % 2 else reversed(pairs):
+            times[name].append(look_up(functions, scope, warm))
+        times["shim, poisoned"].append(look_up(shim, poisoned, warm))
+    ratio = statistics.median(a / b for a, b in zip(times["shim"], times["plain"]))
+    medians = ", ".join(f"{name} {statistics.median(t) * 1e3:.3f} ms" for name, t in times.items())
+    print(f"look-up, {count} entries, {what}: {medians}; with / without {ratio:.4f}", flush=True)
+"""
+
+
+def look_ups(folder: Path) -> None:
+    """Print the cost of a look-up with and without the shim, measured alternately."""
+    folder.mkdir()
+    tests = str(Path(__file__).parents[1])
+    subprocess.run(
+        [sys.executable, "-c", LOOK_UP, str(folder), tests, str(ROUNDS), str(ENTRIES)],
+        env=environment(folder),
+        check=True,
+    )
+
+
+def main() -> None:
+    """Make the cache in a temporary folder, measure, and remove it."""
+    where = sys.argv[1] if len(sys.argv) > 1 else None
+    with tempfile.TemporaryDirectory(dir=where) as name:
+        folder = Path(name).resolve()
+        look_ups(folder / "look-ups")
+        root = folder / "cache"
+        print(f"making {SCOPES * LEAVES} leaves of {ENTRIES} entries", flush=True)
+        make(root)
+        for arguments in (
+            ["ls"],
+            ["repair", "--dry-run"],
+            ["repair"],
+            ["repair"],
+            ["ls"],
+        ):
+            measure(*arguments, str(root))
+
+
+if __name__ == "__main__":
+    main()
