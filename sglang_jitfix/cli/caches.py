@@ -93,7 +93,9 @@ def examine(path: Path) -> Leaf:
     own = tuple(
         entry
         for entry in entries
-        if leaves.is_own_unit(entry, scope.name) and _is_gone(entry, scope)
+        if entry.relpath.endswith(leaves.UNITS)
+        and leaves.is_own_unit(entry, scope.name)
+        and _is_gone(entry, scope)
     )
     library = f"{scope.parent.name}.so"
     if not os.path.isfile(path / library):

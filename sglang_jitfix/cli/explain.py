@@ -95,10 +95,10 @@ def verdicts(
             yield {**ls.place(path), **found}
 
 
-def verdict(path: Path, sglang: ModuleType) -> tuple[dict[str, Any], list[Any]]:
+def verdict(path: Path, sglang: ModuleType) -> tuple[dict[str, Any], list[int]]:
     """Whether SGLang would take the leaf at *path* now, and what speaks against it.
 
-    The second value is its own generated units that are gone, if the shim is on.
+    The second value are the indices of its own units that are gone, if the shim is on.
     """
     leaf = caches.examine(path)
     entries = sglang._read_deps(path) or []
@@ -110,11 +110,11 @@ def verdict(path: Path, sglang: ModuleType) -> tuple[dict[str, Any], list[Any]]:
         and leaf.status != caches.INCOMPLETE
     )
     changed, vanished = [], []
-    for entry in entries:
+    for index, entry in enumerate(entries):
         where = sglang._resolve_path(root=entry.root, relpath=entry.relpath)
         digest = None if where is None else sglang._file_digest(where)
         name = f"{entry.root}:{entry.relpath}" if where is None else str(where)
-        if digest is None and entry not in own:
+        if digest is None and index not in own:
             vanished.append(name)
         elif digest is not None and digest != entry.digest:
             changed.append(name)

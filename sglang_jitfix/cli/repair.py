@@ -120,6 +120,7 @@ class Repair:
         for scope in output.counted(self.cache.scopes(), "scopes"):
             self._first_pass(scope)
         if self.replaced and not self.dry_run:
+            self._make_durable()
             time.sleep(GRACE)
             for scope in output.counted(self.replaced, "scopes tidied"):
                 self._in_scope(scope, partial(self._remove_replaced, scope))
@@ -193,6 +194,19 @@ class Repair:
             done = self._note(leaf.path, action, new.name)
             self.replaced.setdefault(new.parent, []).append(done)
             action = MERGED
+
+    def _make_durable(self) -> None:
+        # All at once, so that a loss of power finds either leaf; one by one each would
+        # have the file system write its journal.
+        for scope, actions in self.replaced.items():
+            for name in {action.becomes for action in actions}:
+                manifest = scope / name / leaves.MANIFEST
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    named(manifest),
+                    open(manifest) as file,
+                ):
+                    os.fsync(file.fileno())
 
     def _remove_replaced(self, scope: Path) -> None:
         for action in self.replaced[scope]:
@@ -307,8 +321,6 @@ def publish(old: caches.Leaf, new: Path) -> None:
         manifest = staging / leaves.MANIFEST
         with named(manifest), open(manifest, "xb") as file:
             file.write(leaves.encode(old.good_entries))
-            file.flush()
-            os.fsync(file.fileno())
         imitate(old.path / leaves.MANIFEST, manifest)
         imitate(old.path, staging)
         if os.path.lexists(new):

@@ -63,13 +63,15 @@ class Refresh:
         if current is not None or not isinstance(entries, _Entries):
             return current, changed
         own = vanished_units(self.cache, entries)
-        others = [entry for entry in entries if entry not in own]
-        if not own or not others:  # SGLang publishes no leaf without dependencies
+        if not own or len(own) == len(entries):  # SGLang publishes no leaf without dependencies
             return current, changed
+        others = list(entries)
+        for index in reversed(own):
+            del others[index]
         current, changed = refresh(others)
         if current is not None:
-            fresh = iter(current)
-            current = [entry if entry in own else next(fresh) for entry in entries]
+            for index in own:
+                current.insert(index, entries[index])
         return current, changed
 
 
@@ -125,7 +127,7 @@ def unhidden(
         entries = cache._read_deps(leaf)
         own = vanished_units(cache, entries or _Entries())
         if own:
-            content = cache._deps_key([entry for entry in entries if entry not in own])
+            content = cache._deps_key([e for i, e in enumerate(entries) if i not in own])
             if content in contents:
                 continue
             # A copy gets this one's verdict only if this one is complete and its
@@ -141,12 +143,14 @@ def unhidden(
     return wanted if len(wanted) > good else []
 
 
-def vanished_units(cache: ModuleType, entries: Any) -> list[Any]:
-    """Those of a leaf's *entries* that are its own build's generated units, and gone."""
+def vanished_units(cache: ModuleType, entries: Any) -> list[int]:
+    """Which of a leaf's *entries* are its own build's generated units, and gone: their indices."""
     return [
-        entry
-        for entry in entries
-        if leaves.is_own_unit(entry, entries.build) and _is_gone(cache, entry)
+        index
+        for index, entry in enumerate(entries)
+        if entry.relpath.endswith(leaves.UNITS)  # few do, and the rest takes a call
+        and leaves.is_own_unit(entry, entries.build)
+        and _is_gone(cache, entry)
     ]
 
 
