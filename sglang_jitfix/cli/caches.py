@@ -93,7 +93,7 @@ def examine(path: Path) -> Leaf:
     own = tuple(
         entry
         for entry in entries
-        if entry.relpath.endswith(leaves.UNITS)
+        if ".staging-" in entry.relpath
         and leaves.is_own_unit(entry, scope.name)
         and _is_gone(entry, scope)
     )

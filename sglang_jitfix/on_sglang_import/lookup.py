@@ -148,7 +148,7 @@ def vanished_units(cache: ModuleType, entries: Any) -> list[int]:
     return [
         index
         for index, entry in enumerate(entries)
-        if entry.relpath.endswith(leaves.UNITS)  # few do, and the rest takes a call
+        if ".staging-" in entry.relpath  # few are, and the rest takes a call
         and leaves.is_own_unit(entry, entries.build)
         and _is_gone(cache, entry)
     ]
