@@ -30,7 +30,7 @@ def find_spec(
     # The finders before ours have declined already; asking them again could recurse.
     others = sys.meta_path
     if ours in others:
-        others = others[others.index(ours) + 1 :]  # type: ignore[arg-type]
+        others = others[others.index(ours) + 1 :]
     for finder in others:
         find = getattr(finder, "find_spec", None)  # importlib tolerates its absence
         spec: ModuleSpec | None = find and find(name, path, target)
