@@ -18,8 +18,9 @@ def installed() -> str | None:
     """
     try:
         package = importlib.util.find_spec("sglang")
-        (folder,) = (package and package.submodule_search_locations) or ()
-        path = os.path.join(folder, "_version.py")
+        if package is None or not package.submodule_search_locations:
+            return None
+        path = os.path.join(package.submodule_search_locations[0], "_version.py")
         spec = importlib.util.spec_from_file_location("sglang_jitfix._sglang_version", path)
         if spec is None or spec.loader is None:
             return None
