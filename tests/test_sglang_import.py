@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from conftest import Fresh
 from sglang_jitfix import DEBUG, LEGACY_ROOT, ROOT
-from support import OFF, environment, made_up_release, python
+from support import OFF, environment, made_up_release, python, run
 
 CACHE = "sglang.kernels.jit.utils.compile.cache"
 PRINT_ROOT = f"import os; print('root', os.environ.get('{ROOT}', 'unset'))\n"
@@ -100,6 +101,18 @@ print("root", os.environ["{ROOT}"])
 
 def test_modules_look_as_they_did_and_a_reload_is_hooked_again(folder: Path) -> None:
     assert said(UNCHANGED, folder)[0] == ["_Function", f"{folder}/real"]
+
+
+def test_lowest_wrapt_that_is_declared(folder: Path, tmp_path: Path) -> None:
+    """Tracing packages hold wrapt below 2; the newest one is what this environment has."""
+    (bound,) = (
+        need for need in metadata.requires("sglang-jitfix") or () if need.startswith("wrapt")
+    )
+    lowest = bound.replace(">=", "==") + ".0"
+    run("uv", "pip", "install", "-q", "--target", tmp_path / "wrapt", lowest)
+    code = UNCHANGED + "import wrapt; print('found', wrapt.__version__)"
+    found = said(code, folder, PYTHONPATH=str(tmp_path / "wrapt"))[0]
+    assert found == ["_Function", f"{folder}/real", lowest.partition("==")[2]]
 
 
 FINDERS = {
