@@ -175,20 +175,27 @@ def driver(folder: Path) -> dict[str, str]:
     }
 
 
-def load(names: list[str]) -> None:
-    """Load the modules *names* in this process and print one JSON object: by name, the
-    folder SGLang gives the module, the seconds, and the number of compiles."""
-    from sglang.kernels.jit.utils.arch import override_jit_cuda_arch
+def watch_builds() -> list[str]:
+    """A list to which every compile in this process adds its module's folder from now on."""
     from sglang.kernels.jit.utils.compile import ninja
 
     built: list[str] = []
     build = ninja.build
 
-    def counted(**arguments: Any) -> Any:
+    def watched(**arguments: Any) -> Any:
         built.append(arguments["spec"].module_name)
         return build(**arguments)
 
-    ninja.build = counted  # SGLang's loader calls it by this name
+    ninja.build = watched  # SGLang's loader calls it by this name
+    return built
+
+
+def load(names: list[str]) -> None:
+    """Load the modules *names* in this process and print one JSON object: by name, the
+    folder SGLang gives the module, the seconds, and the number of compiles."""
+    from sglang.kernels.jit.utils.arch import override_jit_cuda_arch
+
+    built = watch_builds()
     report = {}
     with override_jit_cuda_arch(*ARCHITECTURE):
         for kernel in KERNELS:
