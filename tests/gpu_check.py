@@ -1,10 +1,17 @@
 """On a GPU: two of SGLang's kernels through a linked cache root, against torch.
 
-``python tests/gpu_check.py``, with an interpreter that has SGLang, torch, ninja and the
-shim, and nvcc on PATH. No network, at most five minutes. Each line is one finding; the
-exit status is 0 if all are good, 1 if one is not, 77 if there is no CUDA device.
+``python tests/gpu_check.py``, with an interpreter that has SGLang, torch and the shim, and
+nvcc on PATH. No network, at most five minutes. Each line is one finding; the exit status
+is 0 if all are good, 1 if one is not, 77 if there is no CUDA device.
 
 ``--without-device`` does all of it but the run on the device, for sm_86.
+
+For a machine that has torch and nvcc but neither SGLang nor a network, collect 50 MB of
+wheels for its Python where there is one, and install them there beside torch::
+
+    pip download --no-deps -d wheels -r tests/gpu_requirements.txt  # --python-version 3.x
+    python -m hatchling build -t wheel -d "$PWD/wheels"
+    pip install --no-index --no-deps wheels/*.whl                   # on the other machine
 """
 
 from __future__ import annotations
