@@ -270,6 +270,7 @@ through a symbolic link, with the shim on. Seconds are wall time on two cores, o
 after the other; *again* is a second, fresh process under `SGLANG_CRASH_ON_JIT_COMPILE=1`,
 which must load every module and compile none. *Staging* counts the entries of the
 manifest that lie in a temporary staging folder: each one means a compile at every start.
+`cuda_ipc` links with the CUDA driver; where there is none it is given a stand-in for it.
 
 {table}
 
