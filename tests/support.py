@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,27 @@ def staging_entries(root: Path) -> list[str]:
         for entry in entries
         if re.search(r"/\.staging-[0-9a-f]{32}/", entry[1])
     ]
+
+
+def made_up_release(
+    folder: Path, version: str, edits: Mapping[str, Callable[[str], str]] | None = None
+) -> Path:
+    """A stand-in for a release that does not exist: the installed SGLang as a tree of links
+    below *folder*, with another version and the files named in *edits* rewritten. To be put
+    on PYTHONPATH."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    original = Path(spec.origin).parent
+    changes = {"_version.py": lambda text: f"{text}\n__version__ = {version!r}\n", **(edits or {})}
+    copied = {parent for name in changes for parent in Path(name).parents}
+    for parent in sorted(copied):
+        (folder / "sglang" / parent).mkdir(parents=True)
+        for entry in (original / parent).iterdir():
+            if entry.name != "__pycache__" and parent / entry.name not in copied:
+                (folder / "sglang" / parent / entry.name).symlink_to(entry)
+    for name, edit in changes.items():
+        copy = folder / "sglang" / name
+        copy.unlink()
+        copy.write_text(edit((original / name).read_text()))
+    return folder

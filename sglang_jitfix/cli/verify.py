@@ -115,19 +115,26 @@ def clean_environment(shim: str, root: Path) -> dict[str, str]:
 
 def probe_once(source: Path, environment: dict[str, str]) -> dict[str, Any]:
     """The report of one fresh probe process; raises CommandError if it fails."""
-    done = subprocess.run(
+    child = subprocess.Popen(
         [sys.executable, "-m", "sglang_jitfix.cli.probe", str(source)],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        check=False,
+        start_new_session=True,  # so that its compiler can be ended with it
     )
-    if done.returncode != 0:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
-        print(done.stderr, file=sys.stderr, end="")
+    try:
+        out, err = child.communicate()
+    except BaseException:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()  # closed by the last of them
+        raise
+    if child.returncode != 0:
+        print(err, file=sys.stderr, end="")
+        last = (err.strip() or f"exit status {child.returncode}").splitlines()[-1]
         raise CommandError(f"SGLang could not build or load the module: {last}")
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    report: dict[str, Any] = json.loads(out.splitlines()[-1])
     return report
 
 
