@@ -12,13 +12,17 @@ needs root, or ``unshare --map-root-user``.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -103,41 +107,71 @@ def check(value: str, home: str | None, folder: str, deleted: bool) -> int:
     return AGREED
 
 
-def in_jail(*case: Any) -> int:
-    """The outcome of the case in a process of its own, whose root directory is a new one."""
-    with tempfile.TemporaryDirectory() as jail:
+def empty() -> None:
+    """Remove everything from the root directory."""
+    os.chdir("/")
+    for entry in os.scandir("/"):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+
+
+def serve(cases: Connection) -> None:
+    """Answer each case from *cases* with its outcome, in a root directory of this process's own."""
+    with suppress(EOFError):
+        while case := cases.recv():
+            try:
+                outcome = check(*case)
+            except Exception:
+                traceback.print_exc()
+                outcome = DIFFER
+            empty()
+            cases.send(outcome)
+
+
+@contextmanager
+def jail() -> Iterator[Connection]:
+    """A forked process that serves; hypothesis stays outside, with the files it imports late."""
+    ours, theirs = Pipe()
+    with tempfile.TemporaryDirectory() as folder:
         pid = os.fork()
         if pid == 0:
-            outcome = DIFFER
             try:
-                os.chroot(jail)
+                ours.close()
+                os.chroot(folder)
                 os.chdir("/")
-                outcome = check(*case)
-            except BaseException:
-                traceback.print_exc()
+                serve(theirs)
             finally:
-                os._exit(outcome)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                os._exit(0)
+        theirs.close()
+        try:
+            yield ours
+        finally:
+            ours.close()
+            os.waitpid(pid, 0)
 
 
 def main() -> None:
     cases = int(sys.argv[1]) if len(sys.argv) > 1 else 300
     seen: Counter[int] = Counter()
+    with jail() as jailed:
 
-    @settings(
-        max_examples=cases,
-        derandomize=cases <= 1000,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(values, st.sampled_from(HOMES), st.sampled_from(FOLDERS), st.integers(0, 9))
-    def search(value: str, home: str | None, folder: str, die: int) -> None:
-        outcome = in_jail(value, home, folder, die == 0)
-        seen[outcome] += 1
-        assert outcome != DIFFER
+        @settings(
+            max_examples=cases,
+            derandomize=cases <= 1000,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(values, st.sampled_from(HOMES), st.sampled_from(FOLDERS), st.integers(0, 9))
+        def search(value: str, home: str | None, folder: str, die: int) -> None:
+            jailed.send((value, home, folder, die == 0))
+            outcome = jailed.recv()
+            seen[outcome] += 1
+            assert outcome != DIFFER
 
-    search()
+        search()
     print(f"{seen[AGREED]} agreed, {seen[LEFT_ALONE]} left alone, {seen[NOT_MADE]} not made")
 
 
