@@ -5,18 +5,17 @@ canonical spelling and puts one finder on ``sys.meta_path``; the package's other
 modules are imported only when SGLang itself is, or by the command line.
 """
 
-# Both are loaded by the interpreter before any .pth file: nothing is imported here.
-import os
+# Loaded by the interpreter before any .pth file, like os, which each function imports
+# for itself: the finder lives to the interpreter's last moment, and were os among its
+# globals, the late clean-up of os would cost as much as all the rest of this file.
 import sys
 
 # What typing.TYPE_CHECKING is to a type checker, without importing typing.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-    from typing import Any
 
 ROOT = "SGLANG_JIT_CACHE_DIR"
 # SGLang copies each SGL_* variable over its SGLANG_* name in every process that
@@ -25,18 +24,12 @@ LEGACY_ROOT = "SGL_JIT_CACHE_DIR"
 DISABLE = "SGLANG_JITFIX_DISABLE"
 DEBUG = "SGLANG_JITFIX_DEBUG"
 
-# SGLang's module -> ours, whose run() is called with it once it has been executed.
-HOOKS = {
-    "sglang.srt.environ": "sglang_jitfix.on_sglang_import.environ",
-    "sglang.kernels.jit.utils.compile.cache": "sglang_jitfix.on_sglang_import.cache",
-}
+# The two variables as the first init() found them, for `sglang-jitfix doctor`.
+found_at_start: "dict[str, str | None]" = {}
 
-# The two variables as init() found them, for `sglang-jitfix doctor`; None until
-# init() has run.
-found_at_start: "dict[str, str | None] | None" = None
-
-# Modules whose hook has not run yet.
-_waiting = set(HOOKS)
+# The modules of SGLang that we hook, and those of them whose hook has not run yet.
+HOOKED = {"sglang.srt.environ", "sglang.kernels.jit.utils.compile.cache"}
+waiting = set(HOOKED)
 
 
 def init() -> None:
@@ -46,28 +39,35 @@ def init() -> None:
     ``SGLANG_JITFIX_DEBUG`` is set. A second call changes nothing: before
     Python 3.13 ``site`` reads a virtual environment's ``.pth`` files twice.
     """
-    global found_at_start
-    if found_at_start is None:
-        found_at_start = {name: os.environ.get(name) for name in (ROOT, LEGACY_ROOT)}
+    import os
+
+    for name in (ROOT, LEGACY_ROOT):
+        found_at_start.setdefault(name, os.environ.get(name))
     if is_set(DISABLE):
         debug(f"off: {DISABLE} is set")
         return
     normalise_environment()
-    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        # First, because the finders that do the work (PathFinder, editable
-        # installs) answer for good. For all other modules ours declines.
-        sys.meta_path.insert(0, Finder())
+    for finder in sys.meta_path:
+        if type(finder) is Finder:
+            return
+    # First, because the finders that do the work (PathFinder, editable installs)
+    # answer for good. For all other modules ours declines.
+    sys.meta_path.insert(0, Finder())
 
 
 def is_set(name: str) -> bool:
     """Whether the environment variable *name* is anything but empty, 0, false, no, n or off."""
+    import os
+
     value = os.environ.get(name, "").strip().lower()
     return value not in ("", "0", "false", "no", "n", "off")
 
 
 def debug(message: str) -> None:
-    """Write *message* and the pid as one ASCII line to stderr if ``SGLANG_JITFIX_DEBUG`` is set."""
+    """Write *message* and the pid as one line to stderr if ``SGLANG_JITFIX_DEBUG`` is set."""
     if is_set(DEBUG) and sys.stderr is not None:  # print(file=None) would write to stdout
+        import os
+
         try:
             print(f"sglang-jitfix[{os.getpid()}]: {message}", file=sys.stderr)
         except Exception:  # a closed stderr is no reason to fail
@@ -76,6 +76,8 @@ def debug(message: str) -> None:
 
 def normalise_environment() -> None:
     """Give the cache-root variables that are set and not empty their canonical spelling."""
+    import os
+
     for name in (ROOT, LEGACY_ROOT):
         value = os.environ.get(name)
         if value:
@@ -99,6 +101,8 @@ def real_root(value: str) -> "str | None":
     system cannot reach: an unknown ``~user``, a loop of links, a file in the
     way, a deleted working directory, a path that is too long.
     """
+    import os
+
     try:
         # pathlib drops empty and "." parts before it looks for "~", so "./~" is a
         # home as well. Spelled out here because importing pathlib costs more than
@@ -122,74 +126,23 @@ def real_root(value: str) -> "str | None":
 
 
 class Finder:
-    """Meta path finder that adds :class:`HookLoader` to two modules of SGLang."""
+    """Meta path finder that has a hook run after each of two modules of SGLang."""
+
+    busy = False
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """The spec of *name* as the finders behind this one give it, its loader wrapped.
-
-        None for every module but SGLang's two. Errors are those of the other finders.
-        """
-        # A finder that got in before ours may have answered for SGLang: catch up
-        # at the next import it leaves to us. One set operation an import.
-        if not sys.modules.keys().isdisjoint(_waiting):
-            _run_missed_hooks()
-        if name not in HOOKS:
-            return None
-        # Those before us have declined already; asking them again could recurse.
-        others = sys.meta_path
-        if self in others:
-            others = others[others.index(self) + 1 :]
-        for finder in others:
-            find_spec = getattr(finder, "find_spec", None)  # importlib tolerates its absence
-            spec: ModuleSpec | None = find_spec and find_spec(name, path, target)
-            if spec is not None:
-                # A namespace or a pre-PEP 451 loader: not the module we know.
-                if hasattr(spec.loader, "exec_module"):
-                    spec.loader = HookLoader(spec.loader)  # type: ignore[assignment]
-                return spec
+        """None for every module but those two; see ``on_sglang_import/loader.py`` for them."""
+        # Also if a hooked module has been imported without us being asked, because a
+        # finder before ours answered: one set operation an import.
+        if (name in HOOKED or not sys.modules.keys().isdisjoint(waiting)) and not self.busy:
+            self.busy = True  # what the next import imports comes past here as well
+            try:
+                from sglang_jitfix.on_sglang_import import loader
+            except Exception:  # uninstalled since this process started
+                return None
+            finally:
+                self.busy = False
+            return loader.find_spec(self, name, path, target)
         return None
-
-
-class HookLoader:
-    """Loader that executes the module with its own loader, then runs our hook."""
-
-    def __init__(self, loader: "Loader | None") -> None:
-        self.loader = loader
-
-    def __getattr__(self, name: str) -> "Any":
-        # create_module, get_code, get_source, ...: all the real loader's.
-        return getattr(self.loader, name)
-
-    def exec_module(self, module: "ModuleType") -> None:
-        """Execute *module*; raises what its own loader raises."""
-        # From here on inspect, pickle and pkgutil see what they would without us.
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        assert self.loader is not None
-        self.loader.exec_module(module)
-        _run_hook(module)
-
-
-def _run_missed_hooks() -> None:
-    for name in tuple(_waiting):
-        module = sys.modules.get(name)
-        # importlib sets _initializing while a module executes: too early then.
-        if module and not getattr(module.__spec__, "_initializing", False):
-            _run_hook(module)
-
-
-def _run_hook(module: "ModuleType") -> None:
-    _waiting.discard(module.__name__)
-    if is_set(DISABLE):  # set by code since the start
-        return
-    try:
-        hook = HOOKS[module.__name__]
-        __import__(hook)
-        sys.modules[hook].run(module)
-    except Exception as error:  # an import of SGLang never fails because of us
-        import logging
-
-        logging.getLogger(__name__).warning("%s not patched: %r", module.__name__, error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import runpy
 
 # Read in the wheels: same writer, same default. 0.5.17 and older have no manifest.
 AFFECTED = frozenset({"0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"})
@@ -18,11 +17,15 @@ def installed() -> str | None:
     to another copy on ``sys.path``. None if SGLang is absent or carries no such file.
     """
     try:
-        spec = importlib.util.find_spec("sglang")
-        for folder in (spec and spec.submodule_search_locations) or ():
-            path = os.path.join(folder, "_version.py")
-            if os.path.isfile(path):
-                return str(runpy.run_path(path)["__version__"])
-    except Exception:  # a broken or half-removed SGLang: not a known release
-        pass
-    return None
+        package = importlib.util.find_spec("sglang")
+        if package is None or not package.submodule_search_locations:
+            return None
+        path = os.path.join(package.submodule_search_locations[0], "_version.py")
+        spec = importlib.util.spec_from_file_location("sglang_jitfix._sglang_version", path)
+        if spec is None or spec.loader is None:
+            return None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return str(module.__version__)
+    except Exception:  # absent, broken or half removed: not a known release
+        return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from conftest import Fresh
 from sglang_jitfix import DEBUG, LEGACY_ROOT, ROOT
-from support import OFF, environment, made_up_release
+from support import OFF, environment, made_up_release, python, run
 
 CACHE = "sglang.kernels.jit.utils.compile.cache"
 PRINT_ROOT = f"import os; print('root', os.environ.get('{ROOT}', 'unset'))\n"
@@ -101,6 +103,18 @@ def test_modules_look_as_they_did_and_a_reload_is_hooked_again(folder: Path) -> 
     assert said(UNCHANGED, folder)[0] == ["_Function", f"{folder}/real"]
 
 
+def test_lowest_wrapt_that_is_declared(folder: Path, tmp_path: Path) -> None:
+    """Tracing packages hold wrapt below 2; the newest one is what this environment has."""
+    (bound,) = (
+        need for need in metadata.requires("sglang-jitfix") or () if need.startswith("wrapt")
+    )
+    lowest = bound.replace(">=", "==") + ".0"
+    run("uv", "pip", "install", "-q", "--target", tmp_path / "wrapt", lowest)
+    code = UNCHANGED + "import wrapt; print('found', wrapt.__version__)"
+    found = said(code, folder, PYTHONPATH=str(tmp_path / "wrapt"))[0]
+    assert found == ["_Function", f"{folder}/real", lowest.partition("==")[2]]
+
+
 FINDERS = {
     "that declines": """
 class Competitor:
@@ -147,6 +161,24 @@ def test_hook_that_fails_leaves_sglang_importable(folder: Path) -> None:
     found, stderr = said(code, folder, HOME=f"{folder}/link")
     assert found == ["function", f"{folder}/real/.cache/sglang/jit"]
     assert stderr.count("not patched") == 1
+
+
+def test_uninstalled_under_a_running_process(folder: Path, fresh: Fresh) -> None:
+    """The finder stays, its package is gone: a module of the hooked name still imports."""
+    (folder / "sglang/srt").mkdir(parents=True)
+    (folder / "sglang/srt/environ.py").write_text("here = True\n")
+    code = (
+        "import os, shutil, sys, sglang_jitfix\n"
+        "package = os.path.dirname(sglang_jitfix.__file__)\n"
+        "os.rename(package, package + '-gone')\n"
+        "try:\n"
+        "    import sglang.srt.environ as environ\n"
+        "finally:\n"
+        "    os.rename(package + '-gone', package)\n"
+        "print(environ.here)"
+    )
+    env = environment("link", PYTHONPATH=str(folder))
+    assert python(code, env=env, cwd=folder, executable=fresh.with_shim) == "True\n"
 
 
 def edited(old: str, new: str) -> dict[str, Callable[[str], str]]:

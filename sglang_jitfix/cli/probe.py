@@ -21,8 +21,8 @@ int64_t add_one(int64_t x) { return x + 1; }
 """
 
 
-def main(source: str) -> None:
-    """Load the module whose C++ file is *source*, call it, and print the JSON line."""
+def load(source: str) -> dict[str, Any]:
+    """Load the module whose C++ file is *source*, call it, and say what it took."""
     from sglang.kernels.jit.utils.compile import cache, load_jit, ninja
 
     compiles = 0
@@ -40,7 +40,12 @@ def main(source: str) -> None:
     if module.add_one(41) != 42:
         raise RuntimeError("the module that was loaded computes something else")
     root = getattr(cache, "cache_root", lambda: None)()  # absent before 0.5.20
-    print(json.dumps({"compiles": compiles, "seconds": seconds, "root": root and str(root)}))
+    return {"compiles": compiles, "seconds": seconds, "root": root and str(root)}
+
+
+def main(source: str) -> None:
+    """Print what :func:`load` says, as one line of JSON."""
+    print(json.dumps(load(source)))
 
 
 if __name__ == "__main__":

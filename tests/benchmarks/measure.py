@@ -1,0 +1,271 @@
+"""What the shim costs and what it saves: one command, one table, one figure.
+
+    uv run python tests/benchmarks/measure.py [PART]...
+
+The parts are starts, import, load and restart; without one it measures all (about ten
+minutes on two cores) and writes results.md and restart.svg beside this file. What is
+compared is measured alternately in this one run, and what counts are the ratios of
+medians: absolute times mean little on a shared machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from sglang_jitfix.cli import probe  # noqa: E402
+from support import (  # noqa: E402
+    REPOSITORY,
+    environment,
+    load_once,
+    new_environment,
+    run,
+    site_packages,
+)
+
+WORKERS = (1, 2, 4, 8)
+Lines = list[str]
+
+
+def alternate(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each case in *rounds* rounds, the order turned round each time."""
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds):
+        for name in list(cases)[:: 1 if number % 2 else -1]:
+            found[name].append(cases[name]())
+    return found
+
+
+def ratios(found: Mapping[str, list[float]], base: str) -> Lines:
+    """Rows of a table: the ratio of each case's median to that of *base*, and the spread."""
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    # How far a ratio is from 1 by chance: one half of the baseline against the other.
+    halves = [statistics.median(found[base][start::2]) for start in (0, 1)]
+    noise = abs(halves[0] / halves[1] - 1)
+    rounds = len(found[base])
+    lines = [
+        f"| {name} | {medians[name] / medians[base]:.3f} | {medians[name] * 1000:.4g} ms |"
+        for name in found
+    ]
+    return [
+        "| | ratio | median |",
+        "|---|---:|---:|",
+        *lines,
+        "",
+        f"{rounds} rounds, noise {noise:.1%}.",
+    ]
+
+
+def timed(command: list[str], env: dict[str, str]) -> float:
+    """Seconds until *command* has run to its end."""
+    start = time.perf_counter()
+    pid = os.posix_spawn(command[0], command, env)
+    _, status = os.waitpid(pid, 0)
+    seconds = time.perf_counter() - start
+    assert status == 0
+    return seconds
+
+
+def starts(folder: Path) -> Lines:
+    """An interpreter that does nothing, beside other packages that have a start-up file."""
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=REPOSITORY)
+    (wheel,) = folder.glob("*.whl")
+    packages = {
+        "no `.pth`": None,
+        "empty `.pth`": None,
+        "sglang-jitfix, root unset": wheel,
+        "sglang-jitfix, root a link": wheel,
+        "setuptools": "setuptools==84.2.1",
+        "coverage": "coverage==7.17.3",
+        "autowrapt": "autowrapt==2.0.0",
+    }
+    cases = {}
+    for number, (name, package) in enumerate(packages.items()):
+        executable = new_environment(folder / f"env{number}")
+        if package:
+            run("uv", "pip", "install", "-q", "--compile-bytecode", "-p", executable, package)
+        elif name == "empty `.pth`":
+            (site_packages(executable) / "empty.pth").touch()
+        env = environment(folder / "link/cache" if name.endswith("link") else None)
+        command = [str(executable), "-c", ""]
+        cases[name] = lambda command=command, env=env: timed(command, env)
+    return ratios(alternate(cases, 400), "empty `.pth`")
+
+
+def imports(folder: Path) -> Lines:
+    """`import sglang` and its JIT compiler, with the shim and with its off switch."""
+    command = [sys.executable, "-c", "import sglang.kernels.jit.utils.compile"]
+    on, off = environment(folder / "link/cache"), environment(folder / "link/cache", "off")
+    timed(command, on)
+    cases = {"without": lambda: timed(command, off), "with": lambda: timed(command, on)}
+    return ratios(alternate(cases, 15), "without")
+
+
+def loads(folder: Path) -> Lines:
+    """A warm load in a fresh process: through a link with the shim, by plain path without."""
+    source = folder / "probe.cpp"
+    source.write_text(probe.SOURCE)
+    plain, linked = environment(folder / "plain", "off"), environment(folder / "link/cache")
+    for env in (plain, linked):
+        load_once(source, env, folder)
+    cases = {
+        "plain path, without": lambda: float(load_once(source, plain, folder)["seconds"]),
+        "link, with": lambda: float(load_once(source, linked, folder)["seconds"]),
+    }
+    return ratios(alternate(cases, 15), "plain path, without")
+
+
+@contextmanager
+def parent(source: Path, env: dict[str, str]) -> Iterator[Callable[[int, str], dict[str, float]]]:
+    """A running ``restarts.py``: a function that asks it for a restart."""
+    process = subprocess.Popen(
+        [sys.executable, HERE / "restarts.py", source],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    requests, answers = process.stdin, process.stdout
+
+    def ask(count: int, root: str) -> dict[str, float]:
+        print(count, root, file=requests, flush=True)
+        answer: dict[str, float] = json.loads(answers.readline())
+        return answer
+
+    try:
+        while answers.readline() != "ready\n":
+            assert process.poll() is None
+        yield ask
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def restarts(folder: Path) -> Lines:
+    """Restarts of 1 to 8 workers on a warm cache, and the first one on a spoiled cache."""
+    source = folder / "probe.cpp"
+    source.write_text(probe.SOURCE)
+    # A root for each: a good leaf that the shim publishes would serve the other as well.
+    spoiled, mended, plain = folder / "link/a", folder / "link/b", folder / "plain"
+    with (
+        parent(source, environment(spoiled, "off")) as without,
+        parent(source, environment(mended)) as with_shim,
+    ):
+        for root in (spoiled, mended, plain):
+            without(1, str(root))
+        first = with_shim(1, "-")
+        cases = {
+            "without": (without, "-"),
+            "with": (with_shim, "-"),
+            "plain path": (without, str(plain)),
+        }
+        found: dict[tuple[str, int], list[dict[str, float]]] = {}
+        for number in range(5):
+            for name in list(cases)[:: 1 if number % 2 else -1]:
+                ask, root_or_own = cases[name]
+                for count in WORKERS:
+                    found.setdefault((name, count), []).append(ask(count, root_or_own))
+    seconds = {
+        key: statistics.median(answer["seconds"] for answer in answers)
+        for key, answers in found.items()
+    }
+    figure(seconds)
+    lines = ["| workers | compiles without | compiles with | time without | time with |"]
+    lines.append("|---:|---:|---:|---:|---:|")
+    for count in WORKERS:
+        compiles = [found[name, count][-1]["compiles"] for name in ("without", "with")]
+        times = [
+            seconds[name, count] / seconds["plain path", count] for name in ("without", "with")
+        ]
+        lines.append(
+            f"| {count} | {compiles[0]} | {compiles[1]} | {times[0]:.1f} | {times[1]:.2f} |"
+        )
+    return [
+        *lines,
+        "",
+        "Times as multiples of the same restart by plain path, medians of 5 rounds. Before them,",
+        "the first load with the shim on a cache that had been spoiled without it:"
+        f" {first['compiles']} compiles.",
+    ]
+
+
+def figure(seconds: Mapping[tuple[str, int], float]) -> None:
+    """Write restart.svg; its colours stand out on white and on black."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams.update({"svg.hashsalt": "restart", "svg.fonttype": "none", "font.size": 11})
+    from matplotlib import pyplot
+
+    grey = "#8a8a8a"
+    chart, axes = pyplot.subplots(figsize=(7, 3.4))
+    for shift, (name, label, colour) in enumerate(
+        (
+            ("without", "linked root, without the shim", "#e4572e"),
+            ("with", "linked root, with the shim", "#3a9d5d"),
+            ("plain path", "plain path (the limit)", "#5b8def"),
+        )
+    ):
+        heights = [seconds[name, count] / seconds["plain path", count] for count in WORKERS]
+        places = [place + (shift - 1) * 0.27 for place in range(len(WORKERS))]
+        bars = axes.bar(places, heights, 0.25, label=label, color=colour)
+        texts = [f"{height:.0f}" if height >= 10 else f"{height:.1f}" for height in heights]
+        axes.bar_label(bars, texts, color=grey, padding=2)
+    axes.set_yscale("log")
+    axes.set_ylim(0.5, 4 * max(seconds["without", n] / seconds["plain path", n] for n in WORKERS))
+    axes.set_xticks(range(len(WORKERS)), [str(count) for count in WORKERS])
+    axes.set_xlabel("processes started at once", color=grey)
+    axes.set_ylabel("time to load, plain path = 1", color=grey)
+    axes.tick_params(colors=grey, which="both")
+    axes.legend(frameon=False, labelcolor=grey, loc="upper left")
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(grey)
+    chart.tight_layout()
+    chart.savefig(HERE / "restart.svg", transparent=True, metadata={"Date": None})
+
+
+PARTS: dict[str, tuple[str, Callable[[Path], Lines]]] = {
+    "starts": ("Interpreter start, against an empty start-up file", starts),
+    "import": ("`import sglang`, with and without the shim", imports),
+    "load": ("A warm load in a fresh process", loads),
+    "restart": ("Restart on a warm cache through a link", restarts),
+}
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or list(PARTS)
+    page = ["# Measured", "", "Printed by `python tests/benchmarks/measure.py` on two cores.", ""]
+    for name in wanted:
+        title, measure = PARTS[name]
+        print(f"measuring: {title} ...", file=sys.stderr, flush=True)
+        folder = Path(tempfile.mkdtemp()).resolve()
+        try:
+            (folder / "real").mkdir()
+            (folder / "link").symlink_to("real")
+            page += [f"## {title}", "", *measure(folder), ""]
+        finally:
+            shutil.rmtree(folder)
+    text = "\n".join(page)
+    print(text)
+    if not sys.argv[1:]:
+        (HERE / "results.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
