@@ -7,8 +7,10 @@ model (the architecture of Qwen2, two small layers, weights that SGLang itself m
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -192,9 +194,20 @@ def cpu(folder: Path) -> dict[str, str]:
         # Ranks talk by gloo; NCCL does not load without a GPU.
         "SGLANG_NCCL_SO_PATH": str(folder / "no-nccl"),
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+        # Of the 200 models, which every rank imports before it looks for its own.
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models()),
         "HF_HUB_OFFLINE": "1",
         "TMPDIR": str(temporary),
     }
+
+
+def other_models() -> list[str]:
+    """The names of SGLang's model modules, less that of `model`."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    folder = Path(package.submodule_search_locations[0], "srt", "models")
+    return sorted(path.stem for path in folder.glob("*.py") if path.stem != "qwen2")
 
 
 def flags(arguments: Mapping[str, object]) -> list[str]:
@@ -208,10 +221,19 @@ def flags(arguments: Mapping[str, object]) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface on which nothing listens now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """A TCP port of the loopback interface on which nothing listens now.
+
+    Below the ports that Linux gives away by itself, so that it stays free, and below
+    40000, for the sake of `sglang.Runtime`.
+    """
+    while True:
+        port = random.randrange(20000, 32768)
+        with socket.socket() as taken:
+            try:
+                taken.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def start(
@@ -232,8 +254,8 @@ def start(
 
 def wait_for(what: str, answer: Callable[[], T], process: subprocess.Popen[bytes], log: Path) -> T:
     """The first true *answer*. AssertionError, with *log* and *what* was waited for, if
-    *process* ends before it or after five minutes."""
-    deadline = time.monotonic() + 300
+    *process* ends before it or after ten minutes."""
+    deadline = time.monotonic() + 600
     while not (got := answer()):
         if process.poll() is not None and not (got := answer()):
             raise AssertionError(f"ended, waiting for {what}: {text(log)}")
@@ -305,6 +327,43 @@ def spawned(process: psutil.Process, recursive: bool = False) -> dict[psutil.Pro
         except psutil.NoSuchProcess:
             pass
     return found
+
+
+class Witness:
+    """Remembers what each process that multiprocessing spawns below *process* was started with."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.seen: dict[psutil.Process, str | None] = {}
+
+    def look(self) -> None:
+        """Take note of the processes that are new; to be called while they are starting."""
+        try:
+            new = spawned(psutil.Process(self.process.pid), recursive=True)
+        except psutil.NoSuchProcess:
+            return
+        self.seen = {**new, **self.seen}
+
+    def roots(self, count: int) -> list[str | None]:
+        """The cache roots that the first processes were started with, *count* of them at least."""
+
+        def enough() -> bool:
+            self.look()
+            return len(self.seen) >= count
+
+        wait_for(f"{count} child processes", enough, self.process, self.log)
+        return list(self.seen.values())
+
+    def wait(self) -> None:
+        """Look on until the process ends; AssertionError if its exit status is not 0."""
+
+        def ended() -> bool:
+            self.look()
+            return self.process.poll() is not None
+
+        wait_for(f"the end of process {self.process.pid}", ended, self.process, self.log)
+        assert self.process.returncode == 0, text(self.log)
 
 
 def post(url: str, body: object, key: str | None = None) -> tuple[int, Any]:
