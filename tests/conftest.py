@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import stack
 from sglang_jitfix.cli import probe
 from support import REPOSITORY, interpreters, new_environment, run, site_packages
 
@@ -69,6 +70,12 @@ def fresh(
     # A comment, because Python 3.13 loads a codec to read any line at all.
     (site_packages(pair.bare) / "empty.pth").write_text("#\n")
     return pair
+
+
+@pytest.fixture(scope="session")
+def cpu(tmp_path_factory: pytest.TempPathFactory) -> stack.Cpu:
+    """What SGLang's whole stack needs to run on the CPU."""
+    return stack.lay_out(tmp_path_factory.mktemp("cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,8 @@ ARGUMENTS: dict[str, object] = {
 }
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16}
+
+FORBID = {"SGLANG_CRASH_ON_JIT_COMPILE": "1"}
 
 # Where the processes report the module that they have loaded: see `loads`.
 LOADS = "STACK_LOADS"
@@ -79,6 +82,31 @@ def load():
     if "error" in report:
         raise SystemExit(report["error"])
 """
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """What every launch on the CPU shares."""
+
+    env: dict[str, str]  # see `cpu`
+    plugin: dict[str, str]  # likewise, to have the JIT module loaded; wants `LOADS` set
+    arguments: dict[str, object]  # as in ServerArgs
+
+
+def lay_out(folder: Path) -> Cpu:
+    """Make in *folder*, which exists, all that a `Cpu` refers to."""
+    return Cpu(
+        cpu(folder),
+        {"PYTHONPATH": str(jit_plugin(folder / "plugin"))},
+        {**ARGUMENTS, "model_path": str(model(folder / "model"))},
+    )
+
+
+def linked(folder: Path) -> Path:
+    """Make in *folder*, which may exist, a link ``link`` to ``real``; its canonical path."""
+    (folder / "real").mkdir(parents=True)
+    (folder / "link").symlink_to("real")
+    return folder.resolve()
 
 
 def libcuda(folder: Path) -> Path:
@@ -262,6 +290,18 @@ def wait_for(what: str, answer: Callable[[], T], process: subprocess.Popen[bytes
         assert time.monotonic() < deadline, f"waited in vain for {what}: {text(log)}"
         time.sleep(0.05)
     return got
+
+
+def wait_for_loads(
+    file: Path, count: int, process: subprocess.Popen[bytes], log: Path
+) -> list[dict[str, Any]]:
+    """What *file* holds (see `loads`) once *count* processes have loaded the module."""
+
+    def enough() -> list[dict[str, Any]]:
+        reports = loads(file)
+        return reports if len(reports) >= count else []
+
+    return wait_for(f"{count} loads", enough, process, log)
 
 
 def text(log: Path) -> str:

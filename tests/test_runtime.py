@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import stack
+from stack import FORBID, Cpu, linked
 from support import environment, python, staging_entries
 
 KEY = "a secret"
-FORBID = {"SGLANG_CRASH_ON_JIT_COMPILE": "1"}
 
 # One Runtime after the other in one process, one for each API key (null: none). Prints
 # the tokens that each gave. SGLang 0.5.21's Runtime does not send its own server the
@@ -65,23 +63,6 @@ print(json.dumps(tokens))
 """
 
 
-@dataclass(frozen=True)
-class Cpu:
-    env: dict[str, str]
-    plugin: dict[str, str]
-    arguments: dict[str, object]
-
-
-@pytest.fixture(scope="module")
-def cpu(tmp_path_factory: pytest.TempPathFactory) -> Cpu:
-    folder = tmp_path_factory.mktemp("cpu")
-    return Cpu(
-        stack.cpu(folder),
-        {"PYTHONPATH": str(stack.jit_plugin(folder / "plugin"))},
-        {**stack.ARGUMENTS, "model_path": str(stack.model(folder / "model"))},
-    )
-
-
 @contextmanager
 def running(
     cpu: Cpu, code: str, keys: list[str | None], folder: Path, env: dict[str, str]
@@ -95,13 +76,6 @@ def running(
         yield stack.Witness(process, log)
     finally:
         stack.end(process)
-
-
-def linked(folder: Path) -> Path:
-    """Make *folder* with a link in it, ``link``, to ``real``; its canonical path."""
-    (folder / "real").mkdir(parents=True)
-    (folder / "link").symlink_to("real")
-    return folder.resolve()
 
 
 @pytest.mark.parametrize("key", [KEY, None], ids=["API key", "no API key"])
@@ -191,13 +165,11 @@ def test_created_once_without_the_shim(cpu: Cpu, tmp_path: Path, code: str) -> N
     folder = linked(tmp_path)
     loads = folder / "loads"
     env = environment("link/not/yet", "off", **cpu.env, **cpu.plugin, **{stack.LOADS: str(loads)})
+    # A Runtime's server, its scheduler and detokenizer; an Engine has no server.
+    children = 3 if code == RUNTIMES else 2
     with running(cpu, code, [None], folder, env) as witness:
-
-        def both() -> list[dict[str, Any]]:
-            witness.look()
-            return stack.loads(loads)[1:] and stack.loads(loads)
-
-        reports = stack.wait_for("two loads", both, witness.process, witness.log)
+        roots = witness.roots(children)
+        reports = stack.wait_for_loads(loads, 2, witness.process, witness.log)
+    assert roots == ["link/not/yet"] * children
     assert [report["compiles"] for report in reports] == [1, 1]
-    assert set(witness.seen.values()) == {"link/not/yet"}
     assert len(staging_entries(folder / "real")) == 2
