@@ -6,6 +6,7 @@ The seven regression cases are the tests named ``test_regression_case``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,7 @@ for key, port in lives:
     for server in multiprocessing.active_children():
         server.join()
     tokens.append(reply["output_ids"])
-print(json.dumps(tokens))
+print("tokens", json.dumps(tokens))
 """
 
 ENGINES = """
@@ -59,7 +60,7 @@ for key, port in lives:
     engine = sglang.Engine(**arguments, port=port, api_key=key)
     tokens.append(engine.generate("hello", greedy)["output_ids"])
     engine.shutdown()
-print(json.dumps(tokens))
+print("tokens", json.dumps(tokens))
 """
 
 
@@ -143,7 +144,8 @@ def test_created_again(cpu: Cpu, tmp_path: Path, code: str) -> None:
         env = environment(root, **cpu.env, **cpu.plugin, **settings, **{stack.LOADS: str(loads)})
         with running(cpu, code, keys, folder, env) as witness:
             witness.wait()
-        tokens += json.loads(stack.text(witness.log).splitlines()[-1])
+        [line] = re.findall(r"^tokens (.*)$", stack.text(witness.log), re.MULTILINE)
+        tokens += json.loads(line)
         seen.update(witness.seen.values())
     physical = str(folder / "real/not/yet")
     assert seen == {physical}
