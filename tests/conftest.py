@@ -73,9 +73,11 @@ def fresh(
 
 
 @pytest.fixture(scope="session")
-def cpu(tmp_path_factory: pytest.TempPathFactory) -> stack.Cpu:
+def cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stack.Cpu]:
     """What SGLang's whole stack needs to run on the CPU."""
-    return stack.lay_out(tmp_path_factory.mktemp("cpu"))
+    cpu = stack.lay_out(tmp_path_factory.mktemp("cpu"))
+    yield cpu
+    stack.remove_load_snapshots(Path(cpu.env["TMPDIR"]))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -210,12 +209,14 @@ def loads(file: Path) -> list[dict[str, Any]]:
 def cpu(folder: Path) -> dict[str, str]:
     """The environment variables that all of SGLang's processes need here; for `environment`.
 
-    The driver library is built in *folder*, and temporary files land in there; its
-    path should be short, because sockets are among them.
+    The driver library is built in *folder*. Temporary files land in there, sockets among
+    them, so its path should be short, and so does what is kept in a home.
     """
     cores = sorted(os.sched_getaffinity(0))
     temporary = folder / "tmp"
     temporary.mkdir(parents=True)
+    home = folder / "home"
+    home.mkdir()
     return {
         "LD_LIBRARY_PATH": str(libcuda(folder / "libcuda")),
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -225,6 +226,7 @@ def cpu(folder: Path) -> dict[str, str]:
         # Of the 200 models, which every rank imports before it looks for its own.
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models()),
         "HF_HUB_OFFLINE": "1",
+        "HOME": str(home),
         "TMPDIR": str(temporary),
     }
 
@@ -310,35 +312,56 @@ def text(log: Path) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill *process*, which `start` started, and all that came of it; wait until they are gone."""
-    tree = family(process)
-    for each in tree:
+    """Kill *process*, which `start` started, and all that came of it; wait until they are gone.
+
+    AssertionError if one stays. multiprocessing's resource trackers end by themselves
+    when the others are gone, and remove what those had in shared memory.
+    """
+    others = [each for each in family(process) if not is_tracker(each)]
+    for each in others:
         try:
-            each.send_signal(signal.SIGSTOP)  # so that none starts another meanwhile
+            each.suspend()  # so that none starts another meanwhile
         except psutil.NoSuchProcess:
             pass
-    tree = list({*tree, *family(process)})
-    for each in tree:
+    others = [each for each in family(process) if not is_tracker(each)]
+    trackers = [each for each in family(process) if is_tracker(each)]
+    for each in others:
         try:
             each.kill()
         except psutil.NoSuchProcess:
             pass
     process.wait()
-    _, alive = psutil.wait_procs(tree, timeout=60)
-    assert not alive, f"cannot be ended: {alive}"
+    _, alive = psutil.wait_procs([*others, *trackers], timeout=60)
+    for each in alive:
+        each.kill()
+    assert not alive, f"did not end: {alive}"
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether *process* is one of multiprocessing's resource trackers."""
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def remove_load_snapshots(temporary: Path) -> None:
+    """Remove SGLang's load snapshots, which it leaves in shared memory when its processes are
+    killed, as its own shutdown does: they are named for sockets in *temporary*."""
+    for socket_file in temporary.iterdir():
+        for snapshot in Path("/dev/shm").glob(f"sglang_loads_{socket_file.name}_*.shm"):
+            snapshot.unlink()
 
 
 def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """*process*, its descendants, and the orphans among those that it started."""
     found = set()
-    try:
+    if process.poll() is None:  # otherwise its pid may be another's by now
         leader = psutil.Process(process.pid)
         found |= {leader, *leader.children(recursive=True)}
-    except psutil.NoSuchProcess:
-        pass
     for each in psutil.process_iter():
         try:
-            if os.getsid(each.pid) == process.pid:
+            if os.getsid(each.pid) == process.pid != each.pid:
                 found.add(each)
         except (psutil.NoSuchProcess, ProcessLookupError):
             pass

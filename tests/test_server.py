@@ -17,17 +17,20 @@ KEY = "a secret"
 
 
 def started(
-    cpu: Cpu, folder: Path, name: str, given: str | None, shim: str, **settings: str
+    cpu: Cpu,
+    folder: Path,
+    name: str,
+    given: str | None,
+    shim: str,
+    key: str | None,
+    ranks: int,
+    **settings: str,
 ) -> tuple[Server, Path]:
-    """A server with *given* as root, working in *folder*, and the file its loads go into.
-
-    With an API key and two ranks unless it lives in a home of its own.
-    """
+    """A server with *given* as root, working in *folder*, and the file its loads go into."""
     loads = folder / f"{name}.loads"
     settings = {**cpu.env, **cpu.plugin, stack.LOADS: str(loads), **settings}
-    key, ranks = (None, 1) if "HOME" in settings else (KEY, 2)
-    arguments = {**cpu.arguments, "tp_size": ranks}
     env = environment(given, shim, **settings)
+    arguments = {**cpu.arguments, "tp_size": ranks}
     return Server(arguments, folder / f"{name}.log", folder, env, key), loads
 
 
@@ -44,7 +47,7 @@ def test_two_ranks_and_a_key(cpu: Cpu, tmp_path: Path) -> None:
     answers = []
     compiles = []
     for name, settings in {"cold": {}, "again": FORBID}.items():
-        server, loads = started(cpu, folder, name, "link/not/yet", "on", **settings)
+        server, loads = started(cpu, folder, name, "link/not/yet", "on", KEY, 2, **settings)
         with server:
             # Two ranks and the detokenizer.
             assert Witness(server.process, server.log).roots(3) == [physical] * 3
@@ -64,11 +67,11 @@ def test_two_ranks_and_a_key(cpu: Cpu, tmp_path: Path) -> None:
 
 def test_two_ranks_and_a_key_without_the_shim(cpu: Cpu, tmp_path: Path) -> None:
     folder = stack.linked(tmp_path)
-    server, loads = started(cpu, folder, "cold", "link/not/yet", "off")
+    server, loads = started(cpu, folder, "cold", "link/not/yet", "off", KEY, 2)
     with server:
         assert compiles_of(loads, 3, server) == [1, 1, 1]
     assert len(staging_entries(folder / "real")) == 3
-    assert fails(*started(cpu, folder, "again", "link/not/yet", "off", **FORBID))
+    assert fails(*started(cpu, folder, "again", "link/not/yet", "off", KEY, 2, **FORBID))
 
 
 def fails(server: Server, loads: Path) -> bool:
@@ -103,7 +106,9 @@ def test_default_and_home_without_a_key(cpu: Cpu, tmp_path: Path, home: Path) ->
         ("cold", None, {}),
         ("again", "~/.cache/sglang/jit", FORBID),
     ):
-        server, loads = started(cpu, tmp_path, name, given, "on", HOME=str(home), **settings)
+        server, loads = started(
+            cpu, tmp_path, name, given, "on", None, 1, HOME=str(home), **settings
+        )
         with server:
             # The only rank and the detokenizer.
             assert Witness(server.process, server.log).roots(2) == [physical] * 2
@@ -122,7 +127,7 @@ def test_default_and_home_without_a_key(cpu: Cpu, tmp_path: Path, home: Path) ->
 def test_default_and_home_without_the_shim(
     cpu: Cpu, tmp_path: Path, home: Path, given: str | None
 ) -> None:
-    server, loads = started(cpu, tmp_path, "cold", given, "off", HOME=str(home))
+    server, loads = started(cpu, tmp_path, "cold", given, "off", None, 1, HOME=str(home))
     with server:
         assert compiles_of(loads, 2, server) == [1, 1]
     assert len(staging_entries(tmp_path / "elsewhere")) == 2
