@@ -75,9 +75,9 @@ def fresh(
 @pytest.fixture(scope="session")
 def cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stack.Cpu]:
     """What SGLang's whole stack needs to run on the CPU."""
-    cpu = stack.lay_out(tmp_path_factory.mktemp("cpu"))
-    yield cpu
-    stack.remove_load_snapshots(Path(cpu.env["TMPDIR"]))
+    before = stack.load_snapshots()
+    yield stack.lay_out(tmp_path_factory.mktemp("cpu"))
+    stack.remove_load_snapshots(before)
 
 
 @pytest.fixture(scope="session")

@@ -345,12 +345,24 @@ def is_tracker(process: psutil.Process) -> bool:
         return False
 
 
-def remove_load_snapshots(temporary: Path) -> None:
-    """Remove SGLang's load snapshots, which it leaves in shared memory when its processes are
-    killed, as its own shutdown does: they are named for sockets in *temporary*."""
-    for socket_file in temporary.iterdir():
-        for snapshot in Path("/dev/shm").glob(f"sglang_loads_{socket_file.name}_*.shm"):
-            snapshot.unlink()
+def load_snapshots() -> set[Path]:
+    """SGLang's load snapshots in shared memory.
+
+    One is left behind whenever a scheduler is killed, as SGLang's own shutdown does it.
+    """
+    return set(Path("/dev/shm").glob("sglang_loads_*.shm"))
+
+
+def remove_load_snapshots(besides: set[Path]) -> None:
+    """Remove the load snapshots that no process has mapped, *besides* excepted."""
+    mapped = set()
+    for process in psutil.process_iter():
+        try:
+            mapped |= {Path(entry.path) for entry in process.memory_maps()}
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            pass
+    for snapshot in load_snapshots() - besides - mapped:
+        snapshot.unlink(missing_ok=True)
 
 
 def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
