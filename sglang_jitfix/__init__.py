@@ -24,7 +24,7 @@ LEGACY_ROOT = "SGL_JIT_CACHE_DIR"
 DISABLE = "SGLANG_JITFIX_DISABLE"
 DEBUG = "SGLANG_JITFIX_DEBUG"
 
-# The two variables as the first init() found them, for `sglang-jitfix doctor`.
+# The two variables as init() found them, for `sglang-jitfix doctor`; empty until it runs.
 found_at_start: "dict[str, str | None]" = {}
 
 # The modules of SGLang that we hook, and those of them whose hook has not run yet.
@@ -41,15 +41,14 @@ def init() -> None:
     """
     import os
 
+    if found_at_start:
+        return
     for name in (ROOT, LEGACY_ROOT):
-        found_at_start.setdefault(name, os.environ.get(name))
+        found_at_start[name] = os.environ.get(name)
     if is_set(DISABLE):
         debug(f"off: {DISABLE} is set")
         return
     normalise_environment()
-    for finder in sys.meta_path:
-        if type(finder) is Finder:
-            return
     # First, because the finders that do the work (PathFinder, editable installs)
     # answer for good. For all other modules ours declines.
     sys.meta_path.insert(0, Finder())

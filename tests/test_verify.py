@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from conftest import Fresh
-from support import OFF, REPOSITORY, environment, new_environment, site_packages
+from support import OFF, REPOSITORY, environment, new_environment, run, site_packages
 
 VERIFY = ("-m", "sglang_jitfix", "verify")
 
@@ -59,6 +60,9 @@ def test_shim_that_does_not_run(tmp_path: Path) -> None:
     executable = new_environment(tmp_path / "env")
     paths = f"{site_packages(Path(sys.executable))}\n{REPOSITORY}\n"
     (site_packages(executable) / "paths.pth").write_text(paths)
+    report = json.loads(run(executable, "-m", "sglang_jitfix", "doctor", "--json"))
+    assert report["on"] is report["startup_ran"] is False
+    assert any("did not run" in hint for hint in report["hints"])
     done = verify(tmp_path, executable)
     assert done.returncode == 1, done.stderr
     *processes, staging = table(done.stdout)

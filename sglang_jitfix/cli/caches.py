@@ -35,8 +35,7 @@ def find_root(given: str | None) -> Path:
     Raises CommandError if that is not known or is no folder.
     """
     if given is None:
-        started = sglang_jitfix.found_at_start
-        variable, setting = root_setting(os.environ if started is None else started)
+        variable, setting = root_setting(sglang_jitfix.found_at_start or os.environ)
         if not setting and releases.installed() not in releases.AFFECTED:
             raise CommandError(f"name the root: {sglang_jitfix.ROOT} is not set, and no SGLang"
                                " is installed here whose default is known")  # fmt: skip

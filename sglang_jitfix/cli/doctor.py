@@ -40,25 +40,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine() -> dict[str, Any]:
     """The report, as the JSON object that ``doctor --json`` prints."""
-    started = sglang_jitfix.found_at_start
+    started = bool(sglang_jitfix.found_at_start)
     disabled = sglang_jitfix.is_set(sglang_jitfix.DISABLE)
     if disabled:
         why = f"{sglang_jitfix.DISABLE} is set"
-    elif started is None:
+    elif not started:
         why = "the start-up file did not run in this interpreter"
     else:
         why = "the start-up file ran in this interpreter"
     release = releases.installed()
-    variable, given = caches.root_setting(started if started is not None else dict(os.environ))
+    variable, given = caches.root_setting(sglang_jitfix.found_at_start or os.environ)
     known = release in releases.AFFECTED
     spelled = given or (releases.DEFAULT_ROOT if known else None)
     resolved = sglang_jitfix.real_root(spelled) if spelled else None
     report = {
         "shim_version": metadata.version("sglang-jitfix"),
-        "on": not disabled and started is not None,
+        "on": started and not disabled,
         "why": why,
         "startup_file": startup_file(),
-        "startup_ran": started is not None,
+        "startup_ran": started,
         "python": sys.executable,
         "sglang_version": release,
         "sglang_known_affected": known,
@@ -134,7 +134,10 @@ def hints(report: dict[str, Any]) -> list[str]:
             " itself, not with --target."
         )
     elif not report["startup_ran"]:
-        found.append("The start-up file did not run: was Python started with -S?")
+        found.append(
+            "The start-up file did not run: Python reads it neither with -S nor in a folder that"
+            " is only on PYTHONPATH."
+        )
     if report["sglang_version"] is None:
         found.append("No SGLang found in this environment.")
     elif not report["sglang_known_affected"]:
