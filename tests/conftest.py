@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import stack
 from cachekit import built  # noqa: F401 - a fixture
 from sglang_jitfix.cli import probe
 from support import REPOSITORY, interpreters, new_environment, run, site_packages
@@ -88,6 +89,14 @@ def fresh(
     # A comment, because Python 3.13 loads a codec to read any line at all.
     (site_packages(pair.bare) / "empty.pth").write_text("#\n")
     return pair
+
+
+@pytest.fixture(scope="session")
+def cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stack.Cpu]:
+    """What SGLang's whole stack needs to run on the CPU."""
+    before = stack.load_snapshots()
+    yield stack.lay_out(tmp_path_factory.mktemp("cpu"))
+    stack.remove_load_snapshots(before)
 
 
 @pytest.fixture(scope="session")

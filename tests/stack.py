@@ -7,9 +7,10 @@ model (the architecture of Qwen2, two small layers, weights that SGLang itself m
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import signal
+import random
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +42,8 @@ ARGUMENTS: dict[str, object] = {
 }
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16}
+
+FORBID = {"SGLANG_CRASH_ON_JIT_COMPILE": "1"}
 
 # Where the processes report the module that they have loaded: see `loads`.
 LOADS = "STACK_LOADS"
@@ -77,6 +81,31 @@ def load():
     if "error" in report:
         raise SystemExit(report["error"])
 """
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """What every launch on the CPU shares."""
+
+    env: dict[str, str]  # see `cpu`
+    plugin: dict[str, str]  # likewise, to have the JIT module loaded; wants `LOADS` set
+    arguments: dict[str, object]  # as in ServerArgs
+
+
+def lay_out(folder: Path) -> Cpu:
+    """Make in *folder*, which exists, all that a `Cpu` refers to."""
+    return Cpu(
+        cpu(folder),
+        {"PYTHONPATH": str(jit_plugin(folder / "plugin"))},
+        {**ARGUMENTS, "model_path": str(model(folder / "model"))},
+    )
+
+
+def linked(folder: Path) -> Path:
+    """Make in *folder*, which may exist, a link ``link`` to ``real``; its canonical path."""
+    (folder / "real").mkdir(parents=True)
+    (folder / "link").symlink_to("real")
+    return folder.resolve()
 
 
 def libcuda(folder: Path) -> Path:
@@ -180,21 +209,35 @@ def loads(file: Path) -> list[dict[str, Any]]:
 def cpu(folder: Path) -> dict[str, str]:
     """The environment variables that all of SGLang's processes need here; for `environment`.
 
-    The driver library is built in *folder*, and temporary files land in there; its
-    path should be short, because sockets are among them.
+    The driver library is built in *folder*. Temporary files land in there, sockets among
+    them, so its path should be short, and so does what is kept in a home.
     """
     cores = sorted(os.sched_getaffinity(0))
     temporary = folder / "tmp"
     temporary.mkdir(parents=True)
+    home = folder / "home"
+    home.mkdir()
     return {
         "LD_LIBRARY_PATH": str(libcuda(folder / "libcuda")),
         "SGLANG_USE_CPU_ENGINE": "1",
         # Ranks talk by gloo; NCCL does not load without a GPU.
         "SGLANG_NCCL_SO_PATH": str(folder / "no-nccl"),
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+        # Of the 200 models, which every rank imports before it looks for its own.
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models()),
         "HF_HUB_OFFLINE": "1",
+        "HOME": str(home),
         "TMPDIR": str(temporary),
     }
+
+
+def other_models() -> list[str]:
+    """The names of SGLang's model modules, less that of `model`."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    folder = Path(package.submodule_search_locations[0], "srt", "models")
+    return sorted(path.stem for path in folder.glob("*.py") if path.stem != "qwen2")
 
 
 def flags(arguments: Mapping[str, object]) -> list[str]:
@@ -208,10 +251,19 @@ def flags(arguments: Mapping[str, object]) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface on which nothing listens now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """A TCP port of the loopback interface on which nothing listens now.
+
+    Below the ports that Linux gives away by itself, so that it stays free, and below
+    40000, for the sake of `sglang.Runtime`.
+    """
+    while True:
+        port = random.randrange(20000, 32768)
+        with socket.socket() as taken:
+            try:
+                taken.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def start(
@@ -232,8 +284,8 @@ def start(
 
 def wait_for(what: str, answer: Callable[[], T], process: subprocess.Popen[bytes], log: Path) -> T:
     """The first true *answer*. AssertionError, with *log* and *what* was waited for, if
-    *process* ends before it or after five minutes."""
-    deadline = time.monotonic() + 300
+    *process* ends before it or after ten minutes."""
+    deadline = time.monotonic() + 600
     while not (got := answer()):
         if process.poll() is not None and not (got := answer()):
             raise AssertionError(f"ended, waiting for {what}: {text(log)}")
@@ -242,41 +294,86 @@ def wait_for(what: str, answer: Callable[[], T], process: subprocess.Popen[bytes
     return got
 
 
+def wait_for_loads(
+    file: Path, count: int, process: subprocess.Popen[bytes], log: Path
+) -> list[dict[str, Any]]:
+    """What *file* holds (see `loads`) once *count* processes have loaded the module."""
+
+    def enough() -> list[dict[str, Any]]:
+        reports = loads(file)
+        return reports if len(reports) >= count else []
+
+    return wait_for(f"{count} loads", enough, process, log)
+
+
 def text(log: Path) -> str:
     """What *log* holds so far."""
     return log.read_text(errors="replace")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill *process*, which `start` started, and all that came of it; wait until they are gone."""
-    tree = family(process)
-    for each in tree:
+    """Kill *process*, which `start` started, and all that came of it; wait until they are gone.
+
+    AssertionError if one stays. multiprocessing's resource trackers end by themselves
+    when the others are gone, and remove what those had in shared memory.
+    """
+    others = [each for each in family(process) if not is_tracker(each)]
+    for each in others:
         try:
-            each.send_signal(signal.SIGSTOP)  # so that none starts another meanwhile
+            each.suspend()  # so that none starts another meanwhile
         except psutil.NoSuchProcess:
             pass
-    tree = list({*tree, *family(process)})
-    for each in tree:
+    others = [each for each in family(process) if not is_tracker(each)]
+    trackers = [each for each in family(process) if is_tracker(each)]
+    for each in others:
         try:
             each.kill()
         except psutil.NoSuchProcess:
             pass
     process.wait()
-    _, alive = psutil.wait_procs(tree, timeout=60)
-    assert not alive, f"cannot be ended: {alive}"
+    _, alive = psutil.wait_procs([*others, *trackers], timeout=60)
+    for each in alive:
+        each.kill()
+    assert not alive, f"did not end: {alive}"
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether *process* is one of multiprocessing's resource trackers."""
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def load_snapshots() -> set[Path]:
+    """SGLang's load snapshots in shared memory.
+
+    One is left behind whenever a scheduler is killed, as SGLang's own shutdown does it.
+    """
+    return set(Path("/dev/shm").glob("sglang_loads_*.shm"))
+
+
+def remove_load_snapshots(besides: set[Path]) -> None:
+    """Remove the load snapshots that no process has mapped, *besides* excepted."""
+    mapped = set()
+    for process in psutil.process_iter():
+        try:
+            mapped |= {Path(entry.path) for entry in process.memory_maps()}
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            pass
+    for snapshot in load_snapshots() - besides - mapped:
+        snapshot.unlink(missing_ok=True)
 
 
 def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """*process*, its descendants, and the orphans among those that it started."""
     found = set()
-    try:
+    if process.poll() is None:  # otherwise its pid may be another's by now
         leader = psutil.Process(process.pid)
         found |= {leader, *leader.children(recursive=True)}
-    except psutil.NoSuchProcess:
-        pass
     for each in psutil.process_iter():
         try:
-            if os.getsid(each.pid) == process.pid:
+            if os.getsid(each.pid) == process.pid != each.pid:
                 found.add(each)
         except (psutil.NoSuchProcess, ProcessLookupError):
             pass
@@ -305,6 +402,43 @@ def spawned(process: psutil.Process, recursive: bool = False) -> dict[psutil.Pro
         except psutil.NoSuchProcess:
             pass
     return found
+
+
+class Witness:
+    """Remembers what each process that multiprocessing spawns below *process* was started with."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.seen: dict[psutil.Process, str | None] = {}
+
+    def look(self) -> None:
+        """Take note of the processes that are new; to be called while they are starting."""
+        try:
+            new = spawned(psutil.Process(self.process.pid), recursive=True)
+        except psutil.NoSuchProcess:
+            return
+        self.seen = {**new, **self.seen}
+
+    def roots(self, count: int) -> list[str | None]:
+        """The cache roots that the first processes were started with, *count* of them at least."""
+
+        def enough() -> bool:
+            self.look()
+            return len(self.seen) >= count
+
+        wait_for(f"{count} child processes", enough, self.process, self.log)
+        return list(self.seen.values())
+
+    def wait(self) -> None:
+        """Look on until the process ends; AssertionError if its exit status is not 0."""
+
+        def ended() -> bool:
+            self.look()
+            return self.process.poll() is not None
+
+        wait_for(f"the end of process {self.process.pid}", ended, self.process, self.log)
+        assert self.process.returncode == 0, text(self.log)
 
 
 def post(url: str, body: object, key: str | None = None) -> tuple[int, Any]:
