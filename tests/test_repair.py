@@ -289,6 +289,21 @@ def test_folder_that_may_not_be_written(tmp_path: Path) -> None:
     scope.chmod(0o755)
 
 
+def test_leaves_that_their_owner_made_read_only(tmp_path: Path) -> None:
+    scope = write_scope(tmp_path)
+    _, unit, digest = own_unit(scope)
+    unit = unit.replace(str(tmp_path), "/elsewhere")
+    leaf = write_leaf(scope, [("abs", unit, digest), *DEPENDENCIES])
+    leaf.chmod(0o555)
+    if os.geteuid() == 0:
+        for path in (scope, leaf, *leaf.iterdir()):
+            os.chown(path, 65534, 65534)
+    done = jitfix("repair", ".", prefix=unprivileged(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert names(scope) == [GOOD]
+    assert (scope / GOOD).stat().st_mode & 0o777 == 0o555
+
+
 FULL_DISK = """
 mount -t tmpfs -o size=256k none "$1" && cp -a "$2/sm90a" "$1"
 dd if=/dev/zero of="$1/filler" bs=4k 2>/dev/null

@@ -216,6 +216,19 @@ def test_writer_that_is_not_the_one_known(folder: Path, tmp_path: Path, change: 
     assert stderr.count("left unpatched") == 1
 
 
+def test_look_up_that_is_not_the_one_known(folder: Path, tmp_path: Path) -> None:
+    """The writer is wrapped all the same, no look-up is, and one warning says so."""
+    change = edited("def _refresh(\n", "def _refresh(\n    strict,\n")
+    release = made_up_release(tmp_path / "made-up", "0.5.99", change)
+    code = WARNINGS + f"import {CACHE} as cache\n"
+    code += (
+        "for k, v in vars(cache).items(): type(v).__name__ == '_Function' and print('patched', k)"
+    )
+    found, stderr = said(code, folder, PYTHONPATH=str(release))
+    assert found == ["_to_entries"]
+    assert stderr.count("left unpatched") == 1
+
+
 def test_release_that_is_not_known(folder: Path, tmp_path: Path) -> None:
     """Its writer looks the same and is wrapped; its default root is left to it."""
     release = made_up_release(tmp_path / "made-up", "0.5.99")

@@ -212,6 +212,8 @@ class Repair:
         for action in self.replaced[scope]:
             if caches.examine(scope / action.becomes).status == caches.OK:
                 discard(action.path)
+            elif os.path.lexists(action.path):
+                self._note(action.path, LEFT, reason=f"{action.becomes} is gone again")
 
     def _is_litter(self, path: Path) -> bool:
         if path.name.startswith(caches.OURS):  # whoever holds the lock: its repair has ended
@@ -334,7 +336,8 @@ def publish(old: caches.Leaf, new: Path) -> None:
 def clone(source: Path, target: Path, but: Collection[str] = ()) -> None:
     """Make the folder *target* with all that *source* holds, *but* some: by hard links if it can.
 
-    SGLang never changes a file of a leaf, so the two may share them. Raises OSError.
+    SGLang never changes a file of a leaf, so the two may share them. The caller makes
+    *target* itself :func:`imitate` its source. Raises OSError.
     """
     os.mkdir(target)
     with os.scandir(source) as listing:
@@ -344,6 +347,7 @@ def clone(source: Path, target: Path, but: Collection[str] = ()) -> None:
             copy = target / entry.name
             if entry.is_dir(follow_symlinks=False):
                 clone(Path(entry.path), copy)
+                imitate(Path(entry.path), copy)
                 continue
             try:
                 os.link(entry.path, copy, follow_symlinks=False)
@@ -352,7 +356,6 @@ def clone(source: Path, target: Path, but: Collection[str] = ()) -> None:
                     raise
                 shutil.copyfile(entry.path, copy, follow_symlinks=False)
                 imitate(Path(entry.path), copy)
-    imitate(source, target)
 
 
 def imitate(model: Path, path: Path) -> None:
@@ -381,6 +384,8 @@ def discard(path: Path) -> None:
             os.rename(path, rubbish)
         except FileNotFoundError:  # pruned
             return
+    with contextlib.suppress(OSError):  # its owner may have made it read-only
+        rubbish.chmod(0o700)
     shutil.rmtree(rubbish)
 
 

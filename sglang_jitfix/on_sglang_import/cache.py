@@ -22,6 +22,8 @@ LOOKUP = {
     # Called by the wrappers of those three.
     "_resolve_path": {"root": True, "relpath": True},
     "_deps_key": {"entries": False},
+    # What makes it sound to trust a unit that is gone.
+    "compute_build_key": {"spec": False, "build_file": True},
 }
 
 
@@ -38,25 +40,23 @@ def run(cache: ModuleType) -> None:
     ``_to_entries(*, dependencies, build_dir)`` resolves every dependency and drops
     those under *build_dir*, which it does not resolve. Handing it the resolved
     folder makes the comparison the one that was meant, and changes nothing where
-    the two are equal. The look-ups are those of :mod:`.lookup`. Either is left
-    unpatched, with one warning, if its functions do not look like that any more.
+    the two are equal. The look-ups are those of :mod:`.lookup`. Functions that do not
+    look like that any more are left unpatched, with one warning: an unknown writer
+    and all look-ups, or the look-ups alone.
     """
-    _patch(cache, WRITER, {"_to_entries": _resolve_build_dir})
-    _patch(
-        cache,
-        LOOKUP,
-        {
-            "_read_deps": lookup.read_deps,
-            "_refresh": lookup.Refresh(cache),
-            "find_prebuilt": lookup.FindPrebuilt(cache),
-        },
-    )
+    lookups: dict[str, Callable[..., Any]] = {
+        "_read_deps": lookup.read_deps,
+        "_refresh": lookup.Refresh(cache),
+        "find_prebuilt": lookup.FindPrebuilt(cache),
+    }
+    if _patch(cache, WRITER, {"_to_entries": _resolve_build_dir}):
+        _patch(cache, LOOKUP, lookups)
 
 
 def _patch(
     cache: ModuleType, known: dict[str, dict[str, bool]], wrappers: dict[str, Callable[..., Any]]
-) -> None:
-    """Wrap all functions that are *known*, or none of them and warn if one is not."""
+) -> bool:
+    """Wrap the functions in *wrappers* if all *known* ones are as known, else none, and warn."""
     for name, parameters in known.items():
         function = getattr(cache, name, None)
         if not inspect.isfunction(function) or not _takes(function, parameters):
@@ -66,10 +66,11 @@ def _patch(
                 cache.__name__,
                 name,
             )
-            return
+            return False
     for name, wrapper in wrappers.items():
         setattr(cache, name, _Function(getattr(cache, name), wrapper))
         sglang_jitfix.debug(f"patched {cache.__name__}.{name}")
+    return True
 
 
 def _takes(function: Callable[..., Any], names: dict[str, bool]) -> bool:
