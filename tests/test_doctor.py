@@ -12,7 +12,7 @@ import pytest
 
 from cachekit import DEPENDENCIES, write_leaf, write_poisoned, write_scope
 from sglang_jitfix import LEGACY_ROOT, ROOT
-from support import OFF, environment, site_packages
+from support import OFF, environment, run, site_packages
 
 
 @pytest.fixture
@@ -77,6 +77,13 @@ def test_default_root(folder: Path, given: str | None) -> None:
     assert report["root_given"] == given
     assert report["root_default"] == "~/.cache/sglang/jit"
     assert report["root_resolved"] == f"{folder}/real/.cache/sglang/jit"
+
+
+def test_another_root(folder: Path) -> None:
+    command = (sys.executable, "-m", "sglang_jitfix", "doctor", "--json", "link/other")
+    report = json.loads(run(*command, env=environment("real"), cwd=folder))
+    assert (report["root_variable"], report["root_given"]) == ("ROOT", "link/other")
+    assert report["root_resolved"] == f"{folder}/real/other"
 
 
 def test_off(folder: Path) -> None:

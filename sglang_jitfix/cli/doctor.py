@@ -24,13 +24,14 @@ def add_parser(commands: Any) -> None:
         help="show the shim's state, the cache root link by link, and hints",
         description="Shows what the shim does here. Imports neither SGLang nor torch.",
     )
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="default: SGLang's own")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; always 0."""
-    report = examine()
+    report = examine(arguments.root)
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
@@ -38,8 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def examine() -> dict[str, Any]:
-    """The report, as the JSON object that ``doctor --json`` prints."""
+def examine(root: str | None = None) -> dict[str, Any]:
+    """The report, as the JSON object that ``doctor --json`` prints.
+
+    About the cache at *root*, or else the one that SGLang would use.
+    """
     started = bool(sglang_jitfix.found_at_start)
     disabled = sglang_jitfix.is_set(sglang_jitfix.DISABLE)
     if disabled:
@@ -50,6 +54,8 @@ def examine() -> dict[str, Any]:
         why = "the start-up file ran in this interpreter"
     release = releases.installed()
     variable, given = caches.root_setting(sglang_jitfix.found_at_start or os.environ)
+    if root is not None:
+        variable, given = "ROOT", root
     known = release in releases.AFFECTED
     spelled = given or (releases.DEFAULT_ROOT if known else None)
     resolved = sglang_jitfix.real_root(spelled) if spelled else None
