@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+    from typing import Any
 
 ROOT = "SGLANG_JIT_CACHE_DIR"
 # SGLang copies each SGL_* variable over its SGLANG_* name in every process that
@@ -125,23 +126,67 @@ def real_root(value: str) -> "str | None":
 
 
 class Finder:
-    """Meta path finder that has a hook run after each of two modules of SGLang."""
-
-    busy = False
+    """Meta path finder that adds :class:`HookLoader` to two modules of SGLang."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """None for every module but those two; see ``on_sglang_import/loader.py`` for them."""
-        # Also if a hooked module has been imported without us being asked, because a
-        # finder before ours answered: one set operation an import.
-        if (name in HOOKED or not sys.modules.keys().isdisjoint(waiting)) and not self.busy:
-            self.busy = True  # what the next import imports comes past here as well
-            try:
-                from sglang_jitfix.on_sglang_import import loader
-            except Exception:  # uninstalled since this process started
-                return None
-            finally:
-                self.busy = False
-            return loader.find_spec(self, name, path, target)
+        """The spec of a hooked module as the finders behind this one give it, its loader wrapped.
+
+        None for every other module. Errors are those of the other finders.
+        """
+        # Nothing is imported in here: importlib holds the interpreter-wide import lock,
+        # for which a thread that imports the same module may be waiting.
+        if name not in HOOKED and not missed_hooks():
+            return None
+        # The finders before us have declined already; asking them again could recurse.
+        others = sys.meta_path
+        if self in others:
+            others = others[others.index(self) + 1 :]
+        for finder in others:
+            find_spec = getattr(finder, "find_spec", None)  # importlib tolerates its absence
+            spec: ModuleSpec | None = find_spec and find_spec(name, path, target)
+            if spec is not None:
+                # A namespace package or a loader older than PEP 451 is left alone.
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = HookLoader(spec.loader)  # type: ignore[assignment]
+                return spec
         return None
+
+
+def missed_hooks() -> "list[str]":
+    """The hooked modules that were loaded without us, by a finder that answered before ours.
+
+    The next module that we are asked for runs their hooks. One set operation an import.
+    """
+    if sys.modules.keys().isdisjoint(waiting):
+        return []
+    loaded = [(name, getattr(sys.modules.get(name), "__spec__", None)) for name in tuple(waiting)]
+    # importlib sets _initializing while a module executes: too early then.
+    return [name for name, spec in loaded if spec and not getattr(spec, "_initializing", False)]
+
+
+class HookLoader:
+    """Loader that executes a module with its own loader, then runs our hook."""
+
+    def __init__(self, loader: "Any") -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> "Any":
+        # create_module, get_code, get_source, ...: all the real loader's.
+        return getattr(self.loader, name)
+
+    def exec_module(self, module: "ModuleType") -> None:
+        """Execute *module*; raises what its own loader raises."""
+        try:
+            # From here on inspect, pickle and pkgutil see what they would without us.
+            module.__loader__ = module.__spec__.loader = self.loader  # type: ignore[union-attr]
+        except AttributeError:  # a module without these, which importlib tolerates too
+            pass
+        self.loader.exec_module(module)
+        try:
+            from sglang_jitfix import on_sglang_import
+
+            on_sglang_import.run_hooks(module)
+        except Exception:  # uninstalled since this process started
+            pass

@@ -148,9 +148,8 @@ class Competitor:
 def test_competing_finder(folder: Path, kind: str, place: str) -> None:
     index = 0 if place == "before" else 1
     code = FINDERS[kind] + f"import sys; sys.meta_path.insert({index}, Competitor())\n"
-    # A finder that answers before ours is asked: ours catches up at the next look-up it
-    # sees, such as SGLang's own for optional packages, before the first manifest is written.
-    code += f"import {CACHE}, importlib.util\nimportlib.util.find_spec('not_there')\n"
+    # Where a finder answers before ours is asked, ours catches up at the next import it sees.
+    code += f"import {CACHE}, tabnanny\n"
     code += PATCHED + PRINT_ROOT
     home = {"HOME": f"{folder}/link"}
     assert said(code, folder, **home)[0] == ["_Function", f"{folder}/real/.cache/sglang/jit"]
