@@ -331,10 +331,22 @@ def end(process: subprocess.Popen[bytes]) -> None:
         except psutil.NoSuchProcess:
             pass
     process.wait()
-    _, alive = psutil.wait_procs([*others, *trackers], timeout=60)
+    alive = [*others, *trackers]
+    deadline = time.monotonic() + 60
+    while (alive := [each for each in alive if not is_gone(each)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
     for each in alive:
         each.kill()
     assert not alive, f"did not end: {alive}"
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether *process* has ended, though its parent (in a container, whoever is the first
+    process) may never ask for its exit status."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def is_tracker(process: psutil.Process) -> bool:
