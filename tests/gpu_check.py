@@ -212,7 +212,7 @@ def main() -> int:
         check.say(False, str(error))
         return 1
     check.say(True, f"nvcc {toolkit_version(home)}, SGLang {releases.installed()}")
-    check.say(sglang_jitfix.found_at_start is not None, "the shim's start-up file ran")
+    check.say(bool(sglang_jitfix.found_at_start), "the shim's start-up file ran")
     with folders() as (on, off):
         check.two_processes(on, home)
         check.without_shim(off, home)

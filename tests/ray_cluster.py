@@ -50,7 +50,6 @@ class Loader:
             probe.main(source)
         report: dict[str, Any] = json.loads(out.getvalue().splitlines()[-1])
         found = sglang_jitfix.found_at_start
-        assert found is not None
         here = {"found": found[ROOT], "variable": os.environ.get(ROOT), "cwd": os.getcwd()}
         return {**report, **here}
 

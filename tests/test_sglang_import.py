@@ -235,3 +235,81 @@ def test_release_that_is_not_known(folder: Path, tmp_path: Path) -> None:
     found, stderr = said(code, folder, PYTHONPATH=str(release), **{DEBUG: "1"})
     assert found == ["_Function", "unset"]
     assert "left unset, default of 0.5.99 not known" in stderr
+
+
+STUBS = {
+    "a mock": "from unittest.mock import MagicMock; stub = MagicMock()",
+    "an object": "from types import SimpleNamespace; stub = SimpleNamespace()",
+    "an empty module": "from types import ModuleType; stub = ModuleType('stub')",
+    "another module": "import colorsys as stub",
+}
+
+
+@pytest.mark.parametrize("name", ["sglang.srt.environ", CACHE])
+@pytest.mark.parametrize("stub", STUBS)
+def test_stub_in_the_place_of_a_module(folder: Path, fresh: Fresh, stub: str, name: str) -> None:
+    """As test suites and documentation builds put one there: imports go on, in silence but for
+    one warning where the stub looks like a loaded module."""
+    code = f"import sys\n{STUBS[stub]}\nsys.modules[{name!r}] = stub\nimport tabnanny, sched\n"
+    done = subprocess.run(
+        [fresh.with_shim, "-c", code + "print('found here')"],
+        env=environment(folder / "real"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "found here\n")
+    looks_loaded = stub == "another module" and name == CACHE
+    assert len(done.stderr.splitlines()) == int(looks_loaded)
+
+
+THREADS = """
+import sys, threading, time, types
+from importlib.machinery import ModuleSpec
+
+# A module that is busy importing another one when SGLang's is asked for: what a slow
+# disk does to any module that our hooks need.
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "logging":
+            return ModuleSpec(name, self)
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        started.set()
+        time.sleep(0.5)
+        import a_module_that_is_not_there_yet
+started = threading.Event()
+sys.meta_path.insert(0, Slow())
+sys.modules.pop("logging", None)
+
+def other():
+    try:
+        import logging
+    except ImportError:
+        pass
+thread = threading.Thread(target=other, daemon=True)
+thread.start()
+started.wait()
+import sglang.srt.environ
+thread.join()
+print("found both")
+"""
+
+
+def test_threads_that_import_at_once(folder: Path, fresh: Fresh) -> None:
+    """importlib asks finders with the interpreter-wide import lock held: one that imports
+    something itself can wait there for ever. (The module of SGLang's name is a stand-in.)"""
+    (folder / "sglang/srt").mkdir(parents=True)
+    (folder / "sglang/srt/environ.py").write_text("")
+    env = environment("link", PYTHONPATH=str(folder))
+    done = subprocess.run(
+        [fresh.with_shim, "-c", THREADS],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "found both\n"), done.stderr

@@ -97,7 +97,7 @@ def examine(path: Path) -> Leaf:
         and _is_gone(entry, scope)
     )
     library = f"{scope.parent.name}.so"
-    if not os.path.isfile(path / library):
+    if not _is_file_with_content(path / library):
         return Leaf(path, INCOMPLETE, f"no {library}", entries, own)
     if path.name != leaves.LEAF_PREFIX + leaves.deps_key(entries):
         return Leaf(path, UNREADABLE, "its list does not give its name", entries, own)
@@ -106,6 +106,15 @@ def examine(path: Path) -> Leaf:
     if len(own) == len(entries):  # SGLang would not have published it
         return Leaf(path, UNREADABLE, "it lists nothing but its own unit", entries, own)
     return Leaf(path, POISONED, "its list names its own unit, which is gone", entries, own)
+
+
+def _is_file_with_content(path: Path) -> bool:
+    # A loss of power can leave an empty file, for which no other copy may be given up.
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
 
 def _is_gone(entry: leaves.Entry, scope: Path) -> bool:

@@ -60,7 +60,7 @@ def examine(root: str | None = None) -> dict[str, Any]:
     spelled = given or (releases.DEFAULT_ROOT if known else None)
     resolved = sglang_jitfix.real_root(spelled) if spelled else None
     report = {
-        "shim_version": metadata.version("sglang-jitfix"),
+        "shim_version": version(),
         "on": started and not disabled,
         "why": why,
         "startup_file": startup_file(),
@@ -95,11 +95,23 @@ def waste(root: str | None) -> dict[str, int | None]:
 
 def startup_file() -> str | None:
     """Where ``sglang_jitfix.pth`` is installed, or None if it is not."""
-    for file in metadata.files("sglang-jitfix") or ():
+    try:
+        files = metadata.files("sglang-jitfix") or ()
+    except metadata.PackageNotFoundError:  # a copy that is only on PYTHONPATH
+        return None
+    for file in files:
         path = str(file.locate())
         if file.name == "sglang_jitfix.pth" and os.path.isfile(path):
             return os.path.abspath(path)
     return None
+
+
+def version() -> str:
+    """The shim's version, or "not installed" for a copy without metadata."""
+    try:
+        return metadata.version("sglang-jitfix")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def links(spelled: str) -> list[tuple[str, str]]:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, no permission, ...
         if error.filename is None:
             _close_stdout()  # most likely it was the output that could not be written
-        place = "" if error.filename is None else f"{error.filename!a}: "
+        place = "" if error.filename is None else f"{os.fspath(error.filename)!a}: "
         print(f"sglang-jitfix: {place}{error.strerror or error}", file=sys.stderr)
         return 2
     return status

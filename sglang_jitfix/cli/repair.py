@@ -153,19 +153,25 @@ class Repair:
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-            raise CommandError(
-                f"cannot write {error.filename!a}: {error.strerror} (with the shim on, SGLang"
-                " uses poisoned leaves where they are)"
-            ) from error
+            problem = (
+                f"cannot write {os.fspath(error.filename)!a}: {error.strerror} (with the shim on,"
+                " SGLang uses poisoned leaves where they are)"
+            )
+            if error.errno == errno.EROFS:
+                raise CommandError(problem) from error
+            # One user's leaf in a cache that many share must not keep all others waiting.
+            self.cache.problems.append(problem)
+            self._note(scope, LEFT, reason=str(error.strerror))
 
     def _add_new(self, scope: Path, suspects: list[Path], litter: list[Path]) -> None:
         for path in litter:
             # Still, now that the lock is held: it may be gone or in use since.
             if os.path.lexists(path) and self._is_litter(path):
-                self.freed += caches.size(path)
-                self._note(path, REMOVED)
+                size = caches.size(path)
                 if not self.dry_run:
                     discard(path)
+                self.freed += size
+                self._note(path, REMOVED)
         contents: dict[str, list[caches.Leaf]] = {}
         for leaf in map(caches.examine, suspects):
             if leaf.status == caches.POISONED:
@@ -373,8 +379,8 @@ def give_to_owner_of(model: Path, path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove the folder at *path*, which disappears at once, or the link; raises OSError."""
-    if path.is_symlink():
+    """Remove the folder at *path*, which disappears at once, or the file; raises OSError."""
+    if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
     rubbish = path

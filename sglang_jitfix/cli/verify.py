@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
     """Add this command to *commands*, argparse's sub-parsers."""
     parser = commands.add_parser(
         "verify",
-        help="prove on this machine that the shim works (about a minute and a half)",
+        help="prove on this machine that the shim works (a minute or two)",
         description="Builds one small C++ module with the installed SGLang under a temporary"
         f" linked cache root, in {PROCESSES} fresh processes with the shim off and"
         f" {PROCESSES} with it on. Exit status 0 if the shim makes it one compile and then none.",

@@ -20,17 +20,19 @@ def run_hooks(module: ModuleType) -> None:
     Raises nothing: an import of SGLang never fails because of us.
     """
     for name in sglang_jitfix.missed_hooks():
-        _run_hook(sys.modules[name])
+        _run_hook(name, sys.modules[name])
     if module.__name__ in sglang_jitfix.HOOKED:
-        _run_hook(module)
+        _run_hook(module.__name__, module)
 
 
-def _run_hook(module: ModuleType) -> None:
-    sglang_jitfix.waiting.discard(module.__name__)
+def _run_hook(name: str, module: ModuleType) -> None:
+    # By its key in sys.modules, which an alias need not share, and before anything
+    # else: whatever happens below is not tried again at every import.
+    sglang_jitfix.waiting.discard(name)
     if sglang_jitfix.is_set(sglang_jitfix.DISABLE):  # set by code since the start
         return
     try:
-        hook = importlib.import_module(f"{__name__}.{module.__name__.rpartition('.')[2]}")
+        hook = importlib.import_module(f"{__name__}.{name.rpartition('.')[2]}")
         hook.run(module)
     except Exception as error:
-        logging.getLogger("sglang_jitfix").warning("%s not patched: %r", module.__name__, error)
+        logging.getLogger("sglang_jitfix").warning("%s not patched: %r", name, error)

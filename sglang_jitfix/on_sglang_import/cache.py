@@ -68,6 +68,8 @@ def _patch(
             )
             return False
     for name, wrapper in wrappers.items():
+        if isinstance(getattr(cache, name), wrapt.FunctionWrapper):
+            continue  # an alias of the module, or two threads: once is enough
         setattr(cache, name, _Function(getattr(cache, name), wrapper))
         sglang_jitfix.debug(f"patched {cache.__name__}.{name}")
     return True
