@@ -161,7 +161,7 @@ class Repair:
                 raise CommandError(problem) from error
             # One user's leaf in a cache that many share must not keep all others waiting.
             self.cache.problems.append(problem)
-            self._note(scope, LEFT, reason=str(error.strerror))
+            self._note(scope / leaves.LOCK, LEFT, reason=str(error.strerror))
 
     def _add_new(self, scope: Path, suspects: list[Path], litter: list[Path]) -> None:
         for path in litter:
@@ -381,7 +381,7 @@ def give_to_owner_of(model: Path, path: Path) -> None:
 def discard(path: Path) -> None:
     """Remove the folder at *path*, which disappears at once, or the file; raises OSError."""
     if path.is_symlink() or not path.is_dir():
-        path.unlink()
+        path.unlink(missing_ok=True)  # pruned, or removed by another repair
         return
     rubbish = path
     if not path.name.startswith(caches.OURS):
