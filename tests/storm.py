@@ -22,11 +22,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import psutil
 from sglang.kernels.jit.utils.compile import load_jit, ninja
+
+T = TypeVar("T")
 
 
 class Storm:
@@ -51,13 +53,14 @@ class Storm:
         """Wait until *event* has happened in *count* processes."""
         self.wait(lambda: len(self.pids(event)) >= count, f"{event} in {count} processes")
 
-    def wait(self, condition: Callable[[], bool], name: str) -> None:
-        """Wait until *condition* holds; TimeoutError says *name*."""
+    def wait(self, condition: Callable[[], T], name: str) -> T:
+        """What *condition* returns once that is true; TimeoutError says *name*."""
         end = time.monotonic() + 300
-        while not condition():
+        while not (found := condition()):
             if time.monotonic() > end:
                 raise TimeoutError(f"waited 300 s for: {name}")
             time.sleep(0.01)
+        return found
 
 
 Point = Callable[[Storm, int], None]
@@ -186,8 +189,7 @@ def kill_a_third(storm: Storm) -> None:
         return None
 
     for _ in range(rounds):
-        storm.wait(lambda: builder() is not None, "a compiler")
-        holder = builder()
+        holder = storm.wait(builder, "a compiler")
         assert holder is not None
         compilers = holder.children(recursive=True)
         waiting = storm.pids("lock") - killed - {holder.pid}
