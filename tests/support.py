@@ -169,3 +169,14 @@ def made_up_release(
         copy.unlink()
         copy.write_text(edit((original / name).read_text()))
     return folder
+
+
+def edited(old: str, new: str) -> dict[str, Callable[[str], str]]:
+    """Edits of a made-up release: *old* replaced by *new* in SGLang's cache module."""
+    name = "kernels/jit/utils/compile/cache.py"
+
+    def edit(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    return {name: edit}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from conftest import Fresh
 from sglang_jitfix import DEBUG, LEGACY_ROOT, ROOT
-from support import OFF, environment, made_up_release, python, run
+from support import OFF, edited, environment, made_up_release, python, run
 
 CACHE = "sglang.kernels.jit.utils.compile.cache"
 PRINT_ROOT = f"import os; print('root', os.environ.get('{ROOT}', 'unset'))\n"
@@ -178,17 +177,6 @@ def test_uninstalled_under_a_running_process(folder: Path, fresh: Fresh) -> None
     )
     env = environment("link", PYTHONPATH=str(folder))
     assert python(code, env=env, cwd=folder, executable=fresh.with_shim) == "True\n"
-
-
-def edited(old: str, new: str) -> dict[str, Callable[[str], str]]:
-    """Edits of a made-up release: *old* replaced by *new* in SGLang's cache module."""
-    name = "kernels/jit/utils/compile/cache.py"
-
-    def edit(text: str) -> str:
-        assert old in text
-        return text.replace(old, new)
-
-    return {name: edit}
 
 
 CHANGED_WRITERS = {
