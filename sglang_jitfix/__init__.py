@@ -136,7 +136,21 @@ class Finder:
         """None for every module but those two; see ``on_sglang_import/loader.py`` for them."""
         # Also if a hooked module has been imported without us being asked, because a
         # finder before ours answered: one set operation an import.
-        if (name in HOOKED or not sys.modules.keys().isdisjoint(waiting)) and not self.busy:
+        if name not in HOOKED and (self.busy or sys.modules.keys().isdisjoint(waiting)):
+            return None
+        # importlib asks finders with the interpreter-wide import lock held. An import in
+        # here would wait for ever for a thread that holds that module's own lock and
+        # wants the wide one, so we let go of it, however deep it is held.
+        import _imp
+
+        held = 0
+        try:
+            while True:
+                _imp.release_lock()
+                held += 1
+        except RuntimeError:  # not ours, or not ours any more
+            pass
+        try:
             self.busy = True  # what the next import imports comes past here as well
             try:
                 from sglang_jitfix.on_sglang_import import loader
@@ -145,4 +159,6 @@ class Finder:
             finally:
                 self.busy = False
             return loader.find_spec(self, name, path, target)
-        return None
+        finally:
+            for _ in range(held):
+                _imp.acquire_lock()

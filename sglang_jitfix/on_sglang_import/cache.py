@@ -32,6 +32,8 @@ def run(cache: ModuleType) -> None:
     patched and one warning is logged.
     """
     writer = getattr(cache, WRITER, None)
+    if isinstance(writer, _Function):
+        return  # a finder behind ours, such as ddtrace's, has asked all finders, ours included
     if not inspect.isfunction(writer) or not _takes(writer, {"dependencies", "build_dir"}):
         logging.getLogger("sglang_jitfix").warning(
             "%s.%s is not the one known, left unpatched: `sglang-jitfix verify` tells"
