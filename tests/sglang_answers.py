@@ -59,16 +59,17 @@ def main(source: str, answers: str) -> None:
     from sglang_jitfix.cli import probe
 
     probe.main(source)  # first, so that nothing asked below helps the shim
+    said = list(SCOPE.get("said", []))
 
     objects = [cache._to_entries, cache.commit_build, cache._DepEntry, cache, environ]
     objects += [environ.EnvField, environ._exportable_value, environ.EnvField.get]
-    named = [cache._to_entries, cache._DepEntry, environ.EnvField, environ._exportable_value]
+    named = [cache._to_entries, cache.commit_build, environ.EnvField, environ._exportable_value]
     bare = [inspect.unwrap(it) if callable(it) else it for it in objects]
     bad = Unresolvable("/x")
     look = {
         "sources": [inspect.getsource(it) for it in objects],
         "places": [(inspect.getsourcefile(it), inspect.getsourcelines(it)[1]) for it in bare],
-        "signature": [str(inspect.signature(it)) for it in (cache._to_entries, cache.commit_build)],
+        "parameters": [[*inspect.signature(it).parameters] for it in named],
         "frames": frames_of(
             lambda: cache._to_entries(dependencies=[bad], build_dir=pathlib.Path(".")),
             {cache.__file__, environ.__file__},
@@ -88,7 +89,7 @@ def main(source: str, answers: str) -> None:
             error_of(lambda: cache._normalize_path(3)),
             error_of(lambda: environ._exportable_value(3)),
         ],
-        "said": SCOPE.get("said"),
+        "said": said,
         "distutils": importlib.import_module("distutils").__name__,
         "pydevd": "pydevd" in sys.modules,
     }

@@ -153,7 +153,7 @@ inside, asked = threading.Event(), threading.Event()
 
 class Meeting:
     def find_spec(self, name, path=None, target=None):
-        if name == "{ENVIRON}":
+        if name == "{CACHE}":
             asked.set()
         if name == "logging":
             spec = PathFinder.find_spec(name, path)

@@ -35,8 +35,7 @@ HOOKED = ["sglang.srt.environ", CACHE]
 BEARTYPE = f"from beartype.claw import beartype_packages; beartype_packages({HOOKED})"
 TYPEGUARD = "from typeguard import install_import_hook; install_import_hook('sglang')"
 JAXTYPING = (
-    "from jaxtyping import install_import_hook;"
-    f" install_import_hook({HOOKED}, 'typeguard.typechecked')"
+    f"from jaxtyping import install_import_hook; install_import_hook({HOOKED}, 'beartype.beartype')"
 )
 DDTRACE = "import ddtrace.auto"
 # What a Datadog product does: a callback after the import, and a look at the code before it.
