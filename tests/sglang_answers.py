@@ -19,9 +19,6 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
-
-SCOPE: dict[str, Any] = {}
 
 
 class Unresolvable(type(pathlib.Path())):  # type: ignore[misc]
@@ -52,14 +49,14 @@ def error_of(call: Callable[[], object]) -> str:
 
 def main(source: str, answers: str) -> None:
     """Ask everything, and write the answers to the file *answers*."""
-    exec(os.environ.get("ANSWERS_FIRST", ""), SCOPE)  # noqa: S102
+    exec(os.environ.get("ANSWERS_FIRST", ""), {})  # noqa: S102
     from sglang.kernels.jit.utils.compile import cache
     from sglang.srt import environ
 
     from sglang_jitfix.cli import probe
 
     probe.main(source)  # first, so that nothing asked below helps the shim
-    said = list(SCOPE.get("said", []))
+    said = list(getattr(sys, "said", []))
 
     objects = [cache._to_entries, cache.commit_build, cache._DepEntry, cache, environ]
     objects += [environ.EnvField, environ._exportable_value, environ.EnvField.get]
@@ -76,7 +73,7 @@ def main(source: str, answers: str) -> None:
         ),
         "pickles": [pickle.dumps(it).hex() for it in named],
         "pickled": [pickle.loads(pickle.dumps(it)) is it for it in named],
-        "as main": sorted(set(runpy.run_module(cache.__name__, run_name="__main__"))),
+        "as main": sorted(it for it in runpy.run_module(cache.__name__) if not it.startswith("__")),
         "files": [cache.__file__, cache.__spec__.origin, environ.__file__],
     }
     patched = []

@@ -107,11 +107,13 @@ print("left", os.environ["{ROOT}"])
 
 
 def test_subinterpreters(fresh: Fresh, folder: Path) -> None:
-    """Each is started, and hooked, like an interpreter of its own."""
-    inside = f"import os; print('root', os.environ['{ROOT}'], flush=True)\n" + LOAD + SAY
-    inside += "sys.stdout.flush()\n"
+    """Each is started, and hooked, like an interpreter of its own. Not with the hook that
+    wants wrapt: importing wrapt in two of them ends CPython 3.12.1, and torch needs the main one.
+    """
+    show = f"print(os.environ['{ROOT}'], flush=True)\n"
+    inside = f"import os\n{show}os.environ['{ROOT}'] = 'link'\nimport {ENVIRON}\n{show}"
     out = quiet(fresh.with_shim, folder, "-c", SUBINTERPRETER, inside)
-    assert out == f"root {folder}/real\n{folder}/real {PATCHED}" * 2 + "left link\n"
+    assert out == f"{folder}/real\n" * 4 + "left link\n"
 
 
 THREADS = f"""

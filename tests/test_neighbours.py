@@ -37,11 +37,11 @@ TYPEGUARD = "from typeguard import install_import_hook; install_import_hook('sgl
 JAXTYPING = (
     f"from jaxtyping import install_import_hook; install_import_hook({HOOKED}, 'beartype.beartype')"
 )
-DDTRACE = "import ddtrace.auto"
 # What a Datadog product does: a callback after the import, and a look at the code before it.
 DDTRACE_PRODUCT = f"""
+import sys
 from ddtrace.internal.module import BaseModuleWatchdog
-said = []
+sys.said = said = []
 class Product(BaseModuleWatchdog):
     def after_import(self, module):
         if module.__name__ in {HOOKED}:
@@ -106,7 +106,7 @@ SCENARIOS = {
     "jaxtyping first": Scenario(before=JAXTYPING, works=raises("jaxtyping.TypeCheckError")),
     "jaxtyping last": Scenario(after=JAXTYPING, works=raises("jaxtyping.TypeCheckError")),
     "ddtrace first": Scenario(
-        before=DDTRACE, after=DDTRACE_PRODUCT, env=QUIET, works={"said": DATADOG_SAYS}
+        before="import ddtrace.auto\n" + DDTRACE_PRODUCT, env=QUIET, works={"said": DATADOG_SAYS}
     ),
     "ddtrace-run": Scenario(
         launcher=("ddtrace-run", "python"),
@@ -124,7 +124,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     interpreter = new_environment(tmp_path_factory.mktemp("neighbours") / "env")
     run("uv", "pip", "install", "-q", "--python", interpreter, wheel, *PACKAGES)
     site = site_packages(interpreter)
-    (site / "a_first.pth").write_text("import os; exec(os.environ.pop('TEST_BEFORE', ''))\n")
+    (site / "a_first.pth").write_text("import os; exec(os.environ.pop('TEST_BEFORE', ''), {})\n")
     (site / "sglang.pth").write_text(f"{site_packages(Path(sys.executable))}\n")
     assert sorted(file.name for file in site.glob("*.pth"))[:3] == [
         "a1_coverage.pth",
@@ -189,3 +189,13 @@ def test_beside(
         assert answers["neighbour"][question] == answer
     assert answers["neighbour"]["distutils"] == without_either["neighbour"]["distutils"]
     scenario.leaves(python, folder)
+
+
+def test_hooked_module_as_target_of_python_m(tmp_path: Path) -> None:
+    """It runs a second time, under another name and without our loader; same words on both."""
+    said = {}
+    for shim in ("on", "off"):
+        env = environment(None, shim, HOME=str(tmp_path))
+        said[shim] = run(sys.executable, "-m", CACHE, env=env, cwd=tmp_path)
+    assert f"{CACHE!r} found in sys.modules" in said["off"]
+    assert said["on"] == said["off"]
