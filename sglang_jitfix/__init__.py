@@ -170,11 +170,15 @@ class HookLoader:
     """Loader that executes a module with its own loader, then runs our hook."""
 
     def __init__(self, loader: "Any") -> None:
-        self.loader = loader
+        object.__setattr__(self, "loader", loader)
 
     def __getattr__(self, name: str) -> "Any":
         # create_module, get_code, get_source, ...: all the real loader's.
         return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: "Any") -> None:
+        # ddtrace puts its get_code, which looks at each module's code, on the loader.
+        setattr(self.loader, name, value)
 
     def exec_module(self, module: "ModuleType") -> None:
         """Execute *module*; raises what its own loader raises."""

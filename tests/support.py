@@ -25,7 +25,8 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def interpreters() -> dict[str, str]:
-    """The CPythons from 3.10 on that this machine has, the running one included, by version."""
+    """The CPythons from 3.10 on that this machine has, the running one included, by version:
+    ``3.11``, and ``3.11-debug`` for a debug build."""
     found = {f"{sys.version_info.major}.{sys.version_info.minor}": sys.executable}
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     for version in (f"3.{minor}" for minor in range(10, 20)):
@@ -35,6 +36,9 @@ def interpreters() -> dict[str, str]:
             works = place and subprocess.run([place, "-c", ""], capture_output=True).returncode == 0
             if works:
                 found.setdefault(version, str(place))
+        debug = shutil.which(f"python{version}-dbg")  # Debian's name of it
+        if debug:
+            found[f"{version}-debug"] = debug
     return found
 
 
