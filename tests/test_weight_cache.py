@@ -21,8 +21,6 @@ import support
 DAEMON = ["-m", "sglang.srt.weight_cache.daemon"]
 ENGINE_WITH_DAEMON = ["-m", "sglang.launch_server", "--weight-cache-mode", "daemon"]
 
-FORBID = {"SGLANG_CRASH_ON_JIT_COMPILE": "1"}
-
 # A stand-in: the daemon serves CUDA devices only (daemon.py, load). This is SGLang's own
 # CPU platform with three other answers: it may serve, each device has a name of its own,
 # and tensors travel as the name of their shared memory. (As a file descriptor, torch's
@@ -220,7 +218,7 @@ def test_engines_reload_from_one_daemon_and_compile_once(daemon: Daemon) -> None
     assert mapped == weights
 
     for restart in ("second", "third"):
-        assert daemon.engine_life(restart, **FORBID) == ([0, 0], tokens, weights)
+        assert daemon.engine_life(restart, **stack.FORBID) == ([0, 0], tokens, weights)
         assert daemon.identity() == identity
 
     assert len(support.manifests(root)) == 1
@@ -237,7 +235,7 @@ def test_without_the_shim_an_engine_compiles_again(daemon: Daemon) -> None:
     assert [load["compiles"] for load in stack.loads(loads)] == [1, 1]
     assert len(support.staging_entries(daemon.folder / "real" / "unfixed")) == 2
 
-    engine, log, loads = daemon.start_engine("unfixed-again", root, "off", **FORBID)
+    engine, log, loads = daemon.start_engine("unfixed-again", root, "off", **stack.FORBID)
     try:
         stack.wait_for("the engine's end", lambda: engine.poll() is not None, engine, log)
     finally:

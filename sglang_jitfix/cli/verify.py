@@ -16,7 +16,7 @@ from typing import Any
 
 import sglang_jitfix
 from sglang_jitfix import releases
-from sglang_jitfix.cli import probe
+from sglang_jitfix.cli import output, probe
 from sglang_jitfix.cli.errors import CommandError
 
 PROCESSES = 3
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with tempfile.TemporaryDirectory(prefix="sglang-jitfix-") as folder:
-            say(f"SGLang {release}, {sys.executable}")
+            output.say(f"SGLang {release}, {sys.executable}")
             source = Path(folder, "probe.cpp")
             source.write_text(probe.SOURCE, encoding="utf-8")
             off, off_entries = column(Path(folder), source, "off")
@@ -96,7 +96,7 @@ def column(folder: Path, source: Path, shim: str) -> tuple[list[dict[str, Any]],
     environment = clean_environment(shim, link / "cache")
     reports = []
     for number in range(1, PROCESSES + 1):
-        say(
+        output.say(
             f"shim {shim}, process {number} of {PROCESSES}: importing SGLang and loading the module"
         )
         reports.append(probe_once(source, environment))
@@ -145,8 +145,3 @@ def staging_entries(root: Path) -> int:
         for manifest in root.rglob("sgl_deps.json")
         for entry in json.loads(manifest.read_bytes())
     )
-
-
-def say(text: str) -> None:
-    """Tell the user on stderr what happens; stdout is for the result."""
-    print(text, file=sys.stderr, flush=True)
