@@ -1,0 +1,35 @@
+"""Runs the hooks of SGLang's modules: ``environ.py`` and ``cache.py``."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from types import ModuleType
+
+import sglang_jitfix
+from sglang_jitfix.on_sglang_import import loader
+
+
+def run_hooks(module: ModuleType) -> None:
+    """Run the hook of *module*, which has just been executed, if it has one; and all missed ones.
+
+    Raises nothing: an import of SGLang never fails because of us.
+    """
+    for name in loader.missed_hooks():
+        _run_hook(name, sys.modules[name])
+    if module.__name__ in sglang_jitfix.HOOKED:
+        _run_hook(module.__name__, module)
+
+
+def _run_hook(name: str, module: ModuleType) -> None:
+    # By its key in sys.modules, which an alias need not share, and before anything
+    # else: whatever happens below is not tried again at every import.
+    sglang_jitfix.waiting.discard(name)
+    if sglang_jitfix.is_set(sglang_jitfix.DISABLE):  # set by code since the start
+        return
+    try:
+        hook = importlib.import_module(f"{__package__}.{name.rpartition('.')[2]}")
+        hook.run(module)
+    except Exception as error:
+        logging.getLogger("sglang_jitfix").warning("%s not patched: %r", name, error)
