@@ -168,10 +168,12 @@ def test_what_is_no_build_is_reported(tmp_path: Path, mend: Any) -> None:
     half = write_poisoned(scope)
     (half / "sgl_kernel_jit_m.so").unlink()
     only_unit = write_leaf(scope.with_name("build-00000000000000ff"), [own_unit(scope)])
+    empty = write_poisoned(scope)  # as a loss of power leaves it
+    (empty / "sgl_kernel_jit_m.so").write_bytes(b"")
     before = snapshot(tmp_path)
     report = mend(tmp_path)
     assert snapshot(tmp_path) == before
-    assert sorted(one["action"] for one in report["actions"]) == ["incomplete", "unreadable"]
+    assert sorted(one["action"] for one in report["actions"]) == ["incomplete"] * 2 + ["unreadable"]
     assert only_unit.exists()
 
 
@@ -302,6 +304,45 @@ def test_leaves_that_their_owner_made_read_only(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert names(scope) == [GOOD]
     assert (scope / GOOD).stat().st_mode & 0o777 == 0o555
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another owner")
+def test_leaf_that_only_its_owner_may_remove(tmp_path: Path) -> None:
+    """It is named and stays, what replaces it is there, and all other scopes are mended."""
+    theirs, shared = write_scope(tmp_path, "a"), write_scope(tmp_path, "b")
+    leaves = []
+    for scope in (theirs, shared):
+        _, unit, digest = own_unit(scope)
+        unit = unit.replace(str(tmp_path), "/elsewhere")
+        leaves.append(write_leaf(scope, [("abs", unit, digest), *DEPENDENCIES]))
+        scope.chmod(0o1777)
+    for path in (leaves[1], *leaves[1].iterdir()):
+        os.chown(path, 65534, 65534)
+    done = jitfix("repair", ".", prefix=unprivileged(tmp_path))
+    assert done.returncode == 2
+    place = leaves[0].relative_to(tmp_path)
+    assert done.stderr.startswith(f"sglang-jitfix: cannot write '{place}': Operation not permitted")
+    assert done.stdout.splitlines()[-1].endswith("; 1 left to mend")
+    assert names(theirs) == sorted([GOOD, leaves[0].name])
+    assert names(shared) == [GOOD]
+
+
+def test_lock_that_is_a_link(tmp_path: Path) -> None:
+    """Nothing is made where it leads to."""
+    scope, other = write_scope(tmp_path, "a"), write_scope(tmp_path, "b")
+    leaf = write_poisoned(scope)
+    write_poisoned(other)
+    (scope / ".lock").symlink_to(tmp_path / "made")
+    done = jitfix("repair", tmp_path)
+    assert done.returncode == 2
+    assert "too many levels of symbolic links" in done.stderr.lower()
+    assert not (tmp_path / "made").exists()
+    assert (names(scope), names(other)) == ([leaf.name], [GOOD])
+
+
+def test_root_that_is_empty() -> None:
+    done = jitfix("repair", "")
+    assert (done.returncode, done.stderr) == (2, "sglang-jitfix: the root is empty\n")
 
 
 FULL_DISK = """

@@ -123,47 +123,28 @@ class Daemon:
 
 
 @pytest.fixture(scope="module")
-def cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return stack.cpu(tmp_path_factory.mktemp("cpu"))
-
-
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    model = stack.model(tmp_path_factory.mktemp("weights") / "model")
-    return {**stack.ARGUMENTS, "model_path": str(model)}
-
-
-@pytest.fixture(scope="module")
-def daemon(
-    tmp_path_factory: pytest.TempPathFactory, arguments: dict[str, object], cpu: dict[str, str]
-) -> Iterator[Daemon]:
+def daemon(tmp_path_factory: pytest.TempPathFactory, cpu: stack.Cpu) -> Iterator[Daemon]:
     """A daemon that serves CPU weights, started through a linked root."""
-    folder = linked(tmp_path_factory.mktemp("daemon"))
+    folder = stack.linked(tmp_path_factory.mktemp("daemon"))
     plugins = stack.jit_plugin(
         folder / "plugins",
         "[sglang.srt.platforms]\nshared-cpu = shared_cpu:activate\n",
         shared_cpu=PLATFORM,
     )
     env = {
-        **cpu,
+        **cpu.env,
         "PYTHONPATH": str(plugins),
         "SGLANG_WEIGHT_CACHE_SOCKET_TEMPLATE": str(folder / "{device_uuid}.sock"),
         "SGLANG_WEIGHT_CACHE_READY_TEMPLATE": str(folder / "{device_uuid}.ready"),
     }
-    command, log = [*DAEMON, *stack.flags(arguments)], folder / "daemon.log"
+    command, log = [*DAEMON, *stack.flags(cpu.arguments)], folder / "daemon.log"
     launcher = stack.start(command, log, folder, support.environment("link/jit", **env))
-    daemon = Daemon(launcher, folder, env, arguments)
+    daemon = Daemon(launcher, folder, env, cpu.arguments)
     try:
         stack.wait_for("the daemon to be ready", daemon.files[1].exists, launcher, log)
         yield daemon
     finally:
         stop(launcher)
-
-
-def linked(folder: Path) -> Path:
-    (folder / "real").mkdir()
-    (folder / "link").symlink_to("real")
-    return folder
 
 
 def stop(launcher: subprocess.Popen[bytes]) -> None:
@@ -186,15 +167,15 @@ def roots_of_both_ranks(launcher: subprocess.Popen[bytes]) -> list[str | None]:
 
 @pytest.mark.parametrize("command", [DAEMON, ENGINE_WITH_DAEMON], ids=["alone", "by the engine"])
 def test_ranks_start_with_the_physical_path(
-    command: list[str], arguments: dict[str, object], cpu: dict[str, str], tmp_path: Path
+    command: list[str], cpu: stack.Cpu, tmp_path: Path
 ) -> None:
-    command = [*command, *stack.flags({**arguments, "tp_size": 2})]
+    command = [*command, *stack.flags({**cpu.arguments, "tp_size": 2})]
     launchers: dict[str, subprocess.Popen[bytes]] = {}
     roots = {}
-    linked(tmp_path)
+    stack.linked(tmp_path)
     try:
         for shim in support.SHIM:
-            env = support.environment("link/jit", shim, **cpu)
+            env = support.environment("link/jit", shim, **cpu.env)
             launchers[shim] = stack.start(command, tmp_path / shim, tmp_path, env)
         for shim, launcher in launchers.items():
             started = partial(roots_of_both_ranks, launcher)

@@ -151,7 +151,7 @@ class Repair:
             if scope.exists():
                 raise
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ELOOP):
                 raise
             problem = (
                 f"cannot write {os.fspath(error.filename)!a}: {error.strerror} (with the shim on,"
@@ -286,10 +286,12 @@ def locked(scope: Path) -> Iterator[None]:
     Raises LockTakenError, or OSError.
     """
     path = scope / leaves.LOCK
+    # A link is not SGLang's: root must not make, or give away, what it leads to.
+    flags = os.O_RDWR | os.O_NOFOLLOW
     try:
-        handle = os.open(path, os.O_RDWR)
+        handle = os.open(path, flags)
     except FileNotFoundError:
-        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+        handle = os.open(path, os.O_CREAT | flags, 0o644)
         give_to_owner_of(scope, path)
     try:
         deadline = time.monotonic() + LOCK_WAIT
