@@ -358,11 +358,18 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def load_snapshots() -> set[Path]:
-    """SGLang's load snapshots in shared memory.
+    """This user's load snapshots of SGLang in shared memory.
 
     One is left behind whenever a scheduler is killed, as SGLang's own shutdown does it.
     """
-    return set(Path("/dev/shm").glob("sglang_loads_*.shm"))
+    found = set()
+    for path in Path("/dev/shm").glob("sglang_loads_*.shm"):
+        try:
+            if path.stat().st_uid == os.geteuid():
+                found.add(path)
+        except FileNotFoundError:  # its owner has removed it meanwhile
+            pass
+    return found
 
 
 def remove_load_snapshots(besides: set[Path]) -> None:
@@ -371,7 +378,7 @@ def remove_load_snapshots(besides: set[Path]) -> None:
     for process in psutil.process_iter():
         try:
             mapped |= {Path(entry.path) for entry in process.memory_maps()}
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's
             pass
     for snapshot in load_snapshots() - besides - mapped:
         snapshot.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from forks import forks
 from sglang_jitfix import ROOT, releases
 from support import (
     edited,
@@ -44,10 +45,14 @@ def test_restart_on_each_release(source: Path, tmp_path: Path, version: str) -> 
         (place / "real").mkdir(parents=True)
         (place / "link").symlink_to("real")
         home = {**overlay, "HOME": str(place / "link")}
-        given = [None, f"link/{default}"]
-        compiles = [
-            load_once(source, environment(root, shim, **home), place)["compiles"] for root in given
-        ]
+        root = f"link/{default}"
+        if shim == "on":
+            envs = [environment(None, **home), environment(root, **home)]
+            compiles = [load_once(source, env, place)["compiles"] for env in envs]
+        else:
+            with forks(source, environment(None, shim, **home)) as off:
+                variables: list[dict[str, str]] = [{}, {ROOT: root}]
+                compiles = [off.load(1, each, place).compiles[0] for each in variables]
         written = manifests(place / "real" / default)
         assert manifests(place) == written
         found[shim] = (compiles, len(written), len(staging_entries(place)))

@@ -161,17 +161,15 @@ def test_created_again(cpu: Cpu, tmp_path: Path, code: str) -> None:
     assert tokens == [tokens[0]] * 3
 
 
-@pytest.mark.parametrize("code", [RUNTIMES, ENGINES], ids=["Runtime", "Engine"])
-def test_created_once_without_the_shim(cpu: Cpu, tmp_path: Path, code: str) -> None:
-    """Each of the two processes that load the module compiles it."""
+def test_created_once_without_the_shim(cpu: Cpu, tmp_path: Path) -> None:
+    """Each of the two processes that load the module compiles it. (Engines without the shim
+    are in test_weight_cache.py.)"""
     folder = linked(tmp_path)
     loads = folder / "loads"
     env = environment("link/not/yet", "off", **cpu.env, **cpu.plugin, **{stack.LOADS: str(loads)})
-    # A Runtime's server, its scheduler and detokenizer; an Engine has no server.
-    children = 3 if code == RUNTIMES else 2
-    with running(cpu, code, [None], folder, env) as witness:
-        roots = witness.roots(children)
+    with running(cpu, RUNTIMES, [None], folder, env) as witness:
+        roots = witness.roots(3)  # of the server, its scheduler and its detokenizer
         reports = stack.wait_for_loads(loads, 2, witness.process, witness.log)
-    assert roots == ["link/not/yet"] * children
+    assert roots == ["link/not/yet"] * 3
     assert [report["compiles"] for report in reports] == [1, 1]
     assert len(staging_entries(folder / "real")) == 2

@@ -123,11 +123,11 @@ def test_default_and_home_without_a_key(cpu: Cpu, tmp_path: Path, home: Path) ->
     assert answers[1] == answers[0]
 
 
-@pytest.mark.parametrize("given", [None, "~/.cache/sglang/jit"], ids=["unset", "home"])
-def test_default_and_home_without_the_shim(
-    cpu: Cpu, tmp_path: Path, home: Path, given: str | None
-) -> None:
-    server, loads = started(cpu, tmp_path, "cold", given, "off", None, 1, HOME=str(home))
+def test_default_and_home_without_the_shim(cpu: Cpu, tmp_path: Path, home: Path) -> None:
+    server, loads = started(cpu, tmp_path, "cold", None, "off", None, 1, HOME=str(home))
     with server:
         assert compiles_of(loads, 2, server) == [1, 1]
     assert len(staging_entries(tmp_path / "elsewhere")) == 2
+    for name, given in {"unset": None, "home": "~/.cache/sglang/jit"}.items():
+        settings = {"HOME": str(home), **FORBID}
+        assert fails(*started(cpu, tmp_path, name, given, "off", None, 1, **settings))

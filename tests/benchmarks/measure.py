@@ -10,21 +10,20 @@ medians: absolute times mean little on a shared machine.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+from forks import Answer, Forks, forks  # noqa: E402
+from sglang_jitfix import ROOT  # noqa: E402
 from sglang_jitfix.cli import probe  # noqa: E402
 from support import (  # noqa: E402
     REPOSITORY,
@@ -127,35 +126,6 @@ def loads(folder: Path) -> Lines:
     return ratios(alternate(cases, 15), "plain path, without")
 
 
-@contextmanager
-def parent(source: Path, env: dict[str, str]) -> Iterator[Callable[[int, str], dict[str, float]]]:
-    """A running ``restarts.py``: a function that asks it for a restart."""
-    process = subprocess.Popen(
-        [sys.executable, HERE / "restarts.py", source],
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    requests, answers = process.stdin, process.stdout
-
-    def ask(count: int, root: str) -> dict[str, float]:
-        print(count, root, file=requests, flush=True)
-        answer: dict[str, float] = json.loads(answers.readline())
-        return answer
-
-    try:
-        while answers.readline() != "ready\n":
-            assert process.poll() is None
-        yield ask
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def restarts(folder: Path) -> Lines:
     """Restarts of 1 to 8 workers on a warm cache, and the first one on a spoiled cache."""
     source = folder / "probe.cpp"
@@ -163,32 +133,32 @@ def restarts(folder: Path) -> Lines:
     # A root for each: a good leaf that the shim publishes would serve the other as well.
     spoiled, mended, plain = folder / "link/a", folder / "link/b", folder / "plain"
     with (
-        parent(source, environment(spoiled, "off")) as without,
-        parent(source, environment(mended)) as with_shim,
+        forks(source, environment(None, "off")) as without,
+        forks(source, environment(mended)) as with_shim,
     ):
         for root in (spoiled, mended, plain):
-            without(1, str(root))
-        first = with_shim(1, "-")
-        cases = {
-            "without": (without, "-"),
-            "with": (with_shim, "-"),
-            "plain path": (without, str(plain)),
+            without.load(1, {ROOT: str(root)})
+        first = with_shim.load(1, {})
+        cases: dict[str, tuple[Forks, dict[str, str]]] = {
+            "without": (without, {ROOT: str(spoiled)}),
+            "with": (with_shim, {}),  # as the shim spelled it when SGLang was imported
+            "plain path": (without, {ROOT: str(plain)}),
         }
-        found: dict[tuple[str, int], list[dict[str, float]]] = {}
+        found: dict[tuple[str, int], list[Answer]] = {}
         for number in range(5):
             for name in list(cases)[:: 1 if number % 2 else -1]:
-                ask, root_or_own = cases[name]
+                processes, variables = cases[name]
                 for count in WORKERS:
-                    found.setdefault((name, count), []).append(ask(count, root_or_own))
+                    found.setdefault((name, count), []).append(processes.load(count, variables))
     seconds = {
-        key: statistics.median(answer["seconds"] for answer in answers)
+        key: statistics.median(answer.seconds for answer in answers)
         for key, answers in found.items()
     }
     figure(seconds)
     lines = ["| workers | compiles without | compiles with | time without | time with |"]
     lines.append("|---:|---:|---:|---:|---:|")
     for count in WORKERS:
-        compiles = [found[name, count][-1]["compiles"] for name in ("without", "with")]
+        compiles = [sum(found[name, count][-1].compiles) for name in ("without", "with")]
         times = [
             seconds[name, count] / seconds["plain path", count] for name in ("without", "with")
         ]
@@ -200,7 +170,7 @@ def restarts(folder: Path) -> Lines:
         "",
         "Times as multiples of the same restart by plain path, medians of 5 rounds. Before them,",
         "the first load with the shim on a cache that had been spoiled without it:"
-        f" {first['compiles']} compiles.",
+        f" {sum(first.compiles)} compiles.",
     ]
 
 
