@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,12 @@ from support import REPOSITORY, interpreters, new_environment, run, site_package
 
 # Why a test may be skipped where CI is set; everything else can run there.
 SKIPS = ("no CUDA device",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few tests first: those are the long ones, and all workers should end together."""
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (tests[item.path], item.path))
 
 
 @pytest.hookimpl(wrapper=True)

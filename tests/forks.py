@@ -1,8 +1,8 @@
 """A process that has imported SGLang and forks, on demand, workers that load one JIT module.
 
 The import takes most of a new process's time. Forked before anything is loaded, a worker
-knows as little of the cache as a new process. What it cannot show is what the start-up
-file does with the worker's own variables: for that, start a process (`support.load_once`).
+knows as little of the cache as a new process. The start-up file has seen the variables
+that the process itself was started with, not those that a worker is given.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ class Forks:
 
 
 @contextmanager
-def forks(source: Path, env: Mapping[str, str]) -> Iterator[Forks]:
+def forks(source: Path, env: Mapping[str, str], cwd: Path | None = None) -> Iterator[Forks]:
     """Start the process, with the environment *env*, for the module whose C++ file is *source*."""
     process = subprocess.Popen(
         [sys.executable, __file__, source],
         env=dict(env),
+        cwd=cwd,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -1,4 +1,8 @@
-"""Real builds by the real ``load_jit``, in fresh processes, for every spelling of the root."""
+"""Real builds by the real ``load_jit``, for every spelling of the root.
+
+A process is started with the spelling, imports SGLang, and forks the two that load, one
+after the other. (Fresh ones all along: eight at once below, and `sglang-jitfix verify`.)
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import pytest
 from forks import Forks, forks
 from sglang_jitfix import ROOT
 from spellings import SPELLINGS, Place, lay_out
-from support import environment, finish_probe, load_once, python, staging_entries, start_probe
+from support import environment, finish_probe, python, staging_entries, start_probe
 
 
 @pytest.fixture
@@ -35,9 +39,9 @@ def load_without(off: Forks, given: str, place: Place, count: int = 1) -> list[i
 
 
 def two_loads(source: Path, given: str, place: Place) -> list[int]:
-    """Compiles of two fresh processes, one after the other, with *given* as root."""
-    env = environment(given, **place.env)
-    return [load_once(source, env, place.folder)["compiles"] for _ in range(2)]
+    """Compiles of two processes, one after the other, with the shim and *given* as root."""
+    with forks(source, environment(given, **place.env), place.folder) as on:
+        return [n for _ in range(2) for n in on.load(1, {}).compiles]
 
 
 def below(folder: Path) -> Place:

@@ -1,8 +1,7 @@
 """Measures, by hand: ``python tests/benchmarks/cache_10k.py [FOLDER]``.
 
 Time and peak memory of the commands on a cache of 10,000 leaves that no compiler made,
-with manifests of 400 entries like those of real CUDA modules, half of them poisoned;
-and the cost of a look-up of one such manifest with the shim, as a ratio to without.
+with manifests of 400 entries like those of real CUDA modules, half of them poisoned.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from cachekit import Entry, own_unit, set_age, write_leaf, write_scope
 from support import environment
 
 SCOPES, LEAVES, ENTRIES = 1000, 10, 400
-ROUNDS = 400
 
 
 def make(root: Path) -> None:
@@ -58,69 +56,11 @@ def measure(*arguments: str) -> None:
     print(f"{' '.join(arguments[:-1]):20}{seconds:8.1f} s{int(out) / 1024:8.0f} MiB", flush=True)
 
 
-LOOK_UP = """
-import gc, pathlib, statistics, sys, time
-import torch
-sys.path.insert(0, sys.argv[2])
-import cachekit
-from sglang.kernels.jit.utils.compile import cache
-
-folder, rounds, count = pathlib.Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4])
-names = ("_read_deps", "_refresh", "find_prebuilt")
-shim = {name: getattr(cache, name) for name in names}
-plain = {name: getattr(cache, name).__wrapped__ for name in names}
-headers = sorted(pathlib.Path(torch.__file__).parent.rglob("include/ATen/**/*.h"))[:count]
-entries = cache._to_entries(dependencies=headers, build_dir=folder)
-entries = [(entry.root, entry.relpath, entry.digest) for entry in entries]
-assert len(entries) == count
-good, poisoned = (cachekit.write_scope(folder / name) for name in ("good", "poisoned"))
-cachekit.write_leaf(good, entries)
-cachekit.write_leaf(poisoned, sorted([*entries[1:], cachekit.own_unit(poisoned)]))
-
-def look_up(functions, scope, warm):
-    for name, function in functions.items():
-        setattr(cache, name, function)
-    if not warm:
-        cache.clear_digest_cache()
-    start = time.perf_counter()
-    found = cache.find_prebuilt(scope=scope, module_name=scope.parent.name)
-    seconds = time.perf_counter() - start
-    assert (found is None) == (scope is poisoned and functions is plain)
-    return seconds
-
-gc.disable()
-for what, warm in (("cold", False), ("warm", True)):
-    times = {"plain": [], "shim": [], "shim, poisoned": []}
-    for number in range(rounds):
-        order = [("plain", plain, good), ("shim", shim, good), ("shim, poisoned", shim, poisoned)]
-        for name, functions, scope in order if number % 2 else reversed(order):
-            times[name].append(look_up(functions, scope, warm))
-    for name in ("shim", "shim, poisoned"):
-        ratio = statistics.median(a / b for a, b in zip(times[name], times["plain"]))
-        best = min(times[name]) / min(times["plain"])
-        print(f"{what} look-up of {count} entries, {name}: {ratio:.4f} of the time without (best"
-              f" {best:.4f}, {statistics.median(times[name]) * 1e3:.2f} ms)", flush=True)
-"""
-
-
-def look_ups(folder: Path) -> None:
-    """Print the cost of a look-up with and without the shim, measured alternately."""
-    folder.mkdir()
-    tests = str(Path(__file__).parents[1])
-    subprocess.run(
-        [sys.executable, "-c", LOOK_UP, str(folder), tests, str(ROUNDS), str(ENTRIES)],
-        env=environment(folder),
-        check=True,
-    )
-
-
 def main() -> None:
     """Make the cache in a temporary folder, measure, and remove it."""
     where = sys.argv[1] if len(sys.argv) > 1 else None
     with tempfile.TemporaryDirectory(dir=where) as name:
-        folder = Path(name).resolve()
-        look_ups(folder / "look-ups")
-        root = folder / "cache"
+        root = Path(name).resolve() / "cache"
         print(f"making {SCOPES * LEAVES} leaves of {ENTRIES} entries", flush=True)
         make(root)
         for arguments in (

@@ -2,7 +2,7 @@
 
     uv run python tests/benchmarks/measure.py [PART]...
 
-The parts are starts, import, load and restart; without one it measures all (about ten
+The parts are starts, import, load, look-up and restart; without one it measures all (about ten
 minutes on two cores) and writes results.md and restart.svg beside this file. What is
 compared is measured alternately in this one run, and what counts are the ratios of
 medians: absolute times mean little on a shared machine.
@@ -10,6 +10,7 @@ medians: absolute times mean little on a shared machine.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import statistics
@@ -22,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from forks import Answer, Forks, forks  # noqa: E402
+from forks import Answer, forks  # noqa: E402
 from sglang_jitfix import ROOT  # noqa: E402
 from sglang_jitfix.cli import probe  # noqa: E402
 from support import (  # noqa: E402
@@ -35,6 +36,7 @@ from support import (  # noqa: E402
 )
 
 WORKERS = (1, 2, 4, 8)
+ROUNDS = 5
 Lines = list[str]
 
 
@@ -126,51 +128,59 @@ def loads(folder: Path) -> Lines:
     return ratios(alternate(cases, 15), "plain path, without")
 
 
+def look_ups(folder: Path) -> Lines:
+    """SGLang's look-up of a manifest of 400 dependencies, with the shim and without."""
+    script = str(HERE / "look_up.py")
+    said = run(sys.executable, script, str(folder), "400", "400", env=environment(folder))
+    lines = []
+    for kind, found in json.loads(said.splitlines()[-1]).items():
+        lines += [f"The {kind} look-up of a process:", "", *ratios(found, "good leaf, without"), ""]
+    return lines[:-1]
+
+
 def restarts(folder: Path) -> Lines:
-    """Restarts of 1 to 8 workers on a warm cache, and the first one on a spoiled cache."""
+    """Restarts of 1 to 8 workers through a link, the cache poisoned or good, and by plain path."""
     source = folder / "probe.cpp"
     source.write_text(probe.SOURCE)
-    # A root for each: a good leaf that the shim publishes would serve the other as well.
-    spoiled, mended, plain = folder / "link/a", folder / "link/b", folder / "plain"
+    # A root for each: a good leaf that the shim publishes would serve the others as well.
+    roots = {name: str(folder / "link" / name) for name in ("without", "poisoned", "good")}
+    roots["plain"] = str(folder / "plain")
     with (
-        forks(source, environment(None, "off")) as without,
-        forks(source, environment(mended)) as with_shim,
+        forks(source, environment(None, "off")) as off,
+        forks(source, environment(roots["good"])) as on,
     ):
-        for root in (spoiled, mended, plain):
-            without.load(1, {ROOT: str(root)})
-        first = with_shim.load(1, {})
-        cases: dict[str, tuple[Forks, dict[str, str]]] = {
-            "without": (without, {ROOT: str(spoiled)}),
-            "with": (with_shim, {}),  # as the shim spelled it when SGLang was imported
-            "plain path": (without, {ROOT: str(plain)}),
-        }
+        for root in ("without", "poisoned", "plain"):
+            off.load(1, {ROOT: roots[root]})
+        on.load(1, {ROOT: roots["good"]})
+        cases = {"without": off, "poisoned": on, "good": on, "plain": off}
         found: dict[tuple[str, int], list[Answer]] = {}
-        for number in range(5):
+        for number in range(ROUNDS):
             for name in list(cases)[:: 1 if number % 2 else -1]:
-                processes, variables = cases[name]
                 for count in WORKERS:
-                    found.setdefault((name, count), []).append(processes.load(count, variables))
+                    answer = cases[name].load(count, {ROOT: roots[name]})
+                    found.setdefault((name, count), []).append(answer)
     seconds = {
         key: statistics.median(answer.seconds for answer in answers)
         for key, answers in found.items()
     }
     figure(seconds)
-    lines = ["| workers | compiles without | compiles with | time without | time with |"]
-    lines.append("|---:|---:|---:|---:|---:|")
+    columns = ("without", "poisoned", "good")
+    lines = [
+        "| workers | without the shim | with it, poisoned cache | with it, good cache |",
+        "|---:|---:|---:|---:|",
+    ]
     for count in WORKERS:
-        compiles = [sum(found[name, count][-1].compiles) for name in ("without", "with")]
-        times = [
-            seconds[name, count] / seconds["plain path", count] for name in ("without", "with")
-        ]
-        lines.append(
-            f"| {count} | {compiles[0]} | {compiles[1]} | {times[0]:.1f} | {times[1]:.2f} |"
-        )
+        cells = []
+        for name in columns:
+            compiles = sum(found[name, count][-1].compiles)
+            cells.append(f"{seconds[name, count] / seconds['plain', count]:.2f} ({compiles})")
+        lines.append(f"| {count} | {' | '.join(cells)} |")
     return [
         *lines,
         "",
-        "Times as multiples of the same restart by plain path, medians of 5 rounds. Before them,",
-        "the first load with the shim on a cache that had been spoiled without it:"
-        f" {sum(first.compiles)} compiles.",
+        "Times as multiples of the same restart by plain path without the shim, and in brackets",
+        f"the compiles of all workers; medians of {ROUNDS} rounds. A poisoned cache is one that",
+        "was filled through a link without the shim.",
     ]
 
 
@@ -187,17 +197,17 @@ def figure(seconds: Mapping[tuple[str, int], float]) -> None:
     for shift, (name, label, colour) in enumerate(
         (
             ("without", "linked root, without the shim", "#e4572e"),
-            ("with", "linked root, with the shim", "#3a9d5d"),
-            ("plain path", "plain path (the limit)", "#5b8def"),
+            ("poisoned", "the same cache, with the shim", "#3a9d5d"),
+            ("plain", "plain path (the limit)", "#5b8def"),
         )
     ):
-        heights = [seconds[name, count] / seconds["plain path", count] for count in WORKERS]
+        heights = [seconds[name, count] / seconds["plain", count] for count in WORKERS]
         places = [place + (shift - 1) * 0.27 for place in range(len(WORKERS))]
         bars = axes.bar(places, heights, 0.25, label=label, color=colour)
         texts = [f"{height:.0f}" if height >= 10 else f"{height:.1f}" for height in heights]
         axes.bar_label(bars, texts, color=grey, padding=2)
     axes.set_yscale("log")
-    axes.set_ylim(0.5, 4 * max(seconds["without", n] / seconds["plain path", n] for n in WORKERS))
+    axes.set_ylim(0.5, 4 * max(seconds["without", n] / seconds["plain", n] for n in WORKERS))
     axes.set_xticks(range(len(WORKERS)), [str(count) for count in WORKERS])
     axes.set_xlabel("processes started at once", color=grey)
     axes.set_ylabel("time to load, plain path = 1", color=grey)
@@ -214,6 +224,7 @@ PARTS: dict[str, tuple[str, Callable[[Path], Lines]]] = {
     "starts": ("Interpreter start, against an empty start-up file", starts),
     "import": ("`import sglang`, with and without the shim", imports),
     "load": ("A warm load in a fresh process", loads),
+    "look-up": ("SGLang's look-up of a build with 400 dependencies", look_ups),
     "restart": ("Restart on a warm cache through a link", restarts),
 }
 
