@@ -1,8 +1,8 @@
 """What runs at every interpreter start of this environment: this file and nothing else.
 
 ``sglang_jitfix.pth`` calls :func:`init`. It gives ``SGLANG_JIT_CACHE_DIR`` its
-canonical spelling and puts one finder on ``sys.meta_path``: this module. The package's
-other modules are imported only when SGLang itself is, or by the command line.
+canonical spelling and puts one finder on ``sys.meta_path``; the package's other
+modules are imported only when SGLang itself is, or by the command line.
 """
 
 # Loaded by the interpreter before any .pth file, like os, which each function imports
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+    from typing import Any
 
 ROOT = "SGLANG_JIT_CACHE_DIR"
 # SGLang copies each SGL_* variable over its SGLANG_* name in every process that
@@ -28,8 +29,8 @@ DEBUG = "SGLANG_JITFIX_DEBUG"
 found_at_start: "dict[str, str | None]" = {}
 
 # The modules of SGLang that we hook, and those of them whose hook has not run yet.
-HOOKED = ("sglang.srt.environ", "sglang.kernels.jit.utils.compile.cache")
-waiting = {*HOOKED}
+HOOKED = {"sglang.srt.environ", "sglang.kernels.jit.utils.compile.cache"}
+waiting = set(HOOKED)
 
 
 def init() -> None:
@@ -50,9 +51,8 @@ def init() -> None:
         return
     normalise_environment()
     # First, because the finders that do the work (PathFinder, editable installs)
-    # answer for good. For all modules but SGLang's two ours declines. Not a class:
-    # that would cost a tenth more, and importlib asks for no more than find_spec.
-    sys.meta_path.insert(0, sys.modules[__name__])
+    # answer for good. For all other modules ours declines.
+    sys.meta_path.insert(0, Finder())
 
 
 def is_set(name: str) -> bool:
@@ -125,20 +125,73 @@ def real_root(value: str) -> "str | None":
         return None
 
 
-def find_spec(
-    name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
-) -> "ModuleSpec | None":
-    """The meta path finder's method: a hooked module's spec, its loader wrapped.
+class Finder:
+    """Meta path finder that adds :class:`HookLoader` to two modules of SGLang."""
 
-    None for every other module. Errors are those of the finders behind this one.
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """The spec of a hooked module as the finders behind this one give it, its loader wrapped.
+
+        None for every other module, but for the next one after a hook was missed. Errors
+        are those of the other finders.
+        """
+        # Nothing is imported in here: importlib holds the interpreter-wide import lock,
+        # for which a thread that imports the same module may be waiting.
+        if name not in HOOKED and not missed_hooks():
+            return None
+        # The finders before us have declined already; asking them again could recurse.
+        others = sys.meta_path
+        if self in others:
+            others = others[others.index(self) + 1 :]
+        for finder in others:
+            find_spec = getattr(finder, "find_spec", None)  # importlib tolerates its absence
+            spec: ModuleSpec | None = find_spec and find_spec(name, path, target)
+            if spec is not None:
+                # A namespace package or a loader older than PEP 451 is left alone.
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = HookLoader(spec.loader)  # type: ignore[assignment]
+                return spec
+        return None
+
+
+def missed_hooks() -> "list[str]":
+    """The hooked modules that were loaded without us, by a finder that answered before ours.
+
+    The next module that we are asked for runs their hooks. One set operation an import.
     """
-    # Not disjoint: one was loaded without us, by a finder that answered before ours.
-    if name in HOOKED or not sys.modules.keys().isdisjoint(waiting):
-        if name.startswith("sglang_jitfix."):  # what is imported here
-            return None
+    if sys.modules.keys().isdisjoint(waiting):
+        return []
+    loaded = [(name, getattr(sys.modules.get(name), "__spec__", None)) for name in tuple(waiting)]
+    # importlib sets _initializing while a module executes: too early then.
+    return [name for name, spec in loaded if spec and not getattr(spec, "_initializing", False)]
+
+
+class HookLoader:
+    """Loader that executes a module with its own loader, then runs our hook."""
+
+    def __init__(self, loader: "Any") -> None:
+        object.__setattr__(self, "loader", loader)
+
+    def __getattr__(self, name: str) -> "Any":
+        # create_module, get_code, get_source, ...: all the real loader's.
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: "Any") -> None:
+        # ddtrace puts its get_code, which looks at each module's code, on the loader.
+        setattr(self.loader, name, value)
+
+    def exec_module(self, module: "ModuleType") -> None:
+        """Execute *module*; raises what its own loader raises."""
         try:
-            from sglang_jitfix.on_sglang_import import loader
+            # From here on inspect, pickle and pkgutil see what they would without us.
+            module.__loader__ = module.__spec__.loader = self.loader  # type: ignore[union-attr]
+        except AttributeError:  # a module without these, which importlib tolerates too
+            pass
+        self.loader.exec_module(module)
+        try:
+            from sglang_jitfix import on_sglang_import
+
+            on_sglang_import.run_hooks(module)
         except Exception:  # uninstalled since this process started
-            return None
-        return loader.find_spec(name, path, target)
-    return None
+            pass

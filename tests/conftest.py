@@ -22,9 +22,10 @@ SKIPS = ("no CUDA device",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of few tests first: those are the long ones, and all workers should end together."""
-    tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (tests[item.path], item.path))
+    """Files of few test functions first: they take longest, and all workers should end together."""
+    functions = {(item.path, getattr(item, "originalname", item.name)) for item in items}
+    count = Counter(path for path, _ in functions)
+    items.sort(key=lambda item: (count[item.path], item.path))
 
 
 @pytest.hookimpl(wrapper=True)

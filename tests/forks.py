@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from sglang_jitfix.cli import probe
 
@@ -32,8 +34,9 @@ class Answer:
 class Forks:
     """The other end of that process, as :func:`forks` starts it."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], log: IO[str]) -> None:
         self.process = process
+        self.log = log
 
     def load(self, count: int, variables: Mapping[str, str], cwd: Path | str = ".") -> Answer:
         """Have *count* workers load the module at once, in *cwd*, with *variables* set.
@@ -53,28 +56,31 @@ class Forks:
         for line in self.process.stdout:
             if line.startswith("answer "):
                 return json.loads(line.removeprefix("answer "))
-        raise AssertionError("the process that forks has ended")
+        self.log.seek(0)
+        raise AssertionError(f"the process that forks has ended: {self.log.read()}")
 
 
 @contextmanager
 def forks(source: Path, env: Mapping[str, str], cwd: Path | None = None) -> Iterator[Forks]:
     """Start the process, with the environment *env*, for the module whose C++ file is *source*."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, source],
-        env=dict(env),
-        cwd=cwd,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        both = Forks(process)
-        both.read()
-        yield both
-    finally:
-        process.kill()
-        process.communicate()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, source],
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # so that its workers can be ended with it
+        )
+        try:
+            both = Forks(process, log)
+            both.read()
+            yield both
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def work(source: str, request: dict[str, Any], pipe: int) -> NoReturn:
@@ -85,7 +91,7 @@ def work(source: str, request: dict[str, Any], pipe: int) -> NoReturn:
         os.chdir(request["cwd"])
         outcome = probe.load(source)["compiles"]
     except Exception as error:
-        outcome = repr(error)
+        outcome = repr(error)[-2000:]  # so little is written to a pipe as one piece
     finally:
         os.write(pipe, json.dumps(outcome).encode() + b"\n")
         os._exit(0)
@@ -102,11 +108,11 @@ def answer(source: str, request: dict[str, Any]) -> tuple[list[int | str], float
             work(source, request, writer)
         children.append(child)
     os.close(writer)
+    with os.fdopen(reader) as pipe:
+        outcomes = [json.loads(line) for line in pipe]
     for child in children:
         os.waitpid(child, 0)
-    seconds = time.perf_counter() - start
-    with os.fdopen(reader) as pipe:
-        return [json.loads(line) for line in pipe], seconds
+    return outcomes, time.perf_counter() - start
 
 
 def main() -> None:

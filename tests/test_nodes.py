@@ -25,7 +25,7 @@ def nodes(cpu: Cpu, folder: Path, loads: Path, shim: str) -> Iterator[list[Serve
             # Ranks find each other on the loopback interface, whatever this host's name means.
             env = environment(given, shim, **settings, GLOO_SOCKET_IFNAME="lo")
             arguments = {**cpu.arguments, **group, "node_rank": rank}
-            log = folder / f"{rank}.log"
+            log = folder / f"{loads.name}.{rank}.log"
             servers.append(exits.enter_context(Server(arguments, log, work, env)))
         yield servers
 
@@ -38,16 +38,18 @@ def lay_out(folder: Path) -> Path:
 
 
 def test_two_nodes(cpu: Cpu, tmp_path: Path) -> None:
-    """One compile for the launchers and ranks of both."""
+    """One compile for the launchers and ranks of both; none when both are started again."""
     folder = lay_out(tmp_path)
-    loads = folder / "loads"
-    with nodes(cpu, folder, loads, "on") as (first, second):
+    cold, again = folder / "cold", folder / "again"
+    with nodes(cpu, folder, cold, "on") as (first, second):
         first.wait_until_up()
         status, tokens = first.generate()
         assert second.process.poll() is None
-        reports = stack.wait_for_loads(loads, 4, first.process, first.log)
+    with nodes(cpu, folder, again, "on") as (first, _):
+        stack.wait_for_loads(again, 4, first.process, first.log)
+    reports = stack.loads(cold) + stack.loads(again)
     assert {report["given"] for report in reports} == {str(folder / "real/not/yet")}
-    assert sorted(report["compiles"] for report in reports) == [0, 0, 0, 1]
+    assert sorted(report["compiles"] for report in reports) == [0] * 7 + [1]
     assert staging_entries(folder / "real") == []
     assert status == 200
     assert len(tokens) == stack.GREEDY["max_new_tokens"]

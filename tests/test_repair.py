@@ -197,20 +197,21 @@ def test_staging_left_overs(tmp_path: Path, mend: Any) -> None:
     """Removed only on request, and when neither they nor a file in them is younger."""
     scope = write_scope(tmp_path)
     old, young, busy = (scope / f".staging-{32 * digit}" for digit in "abc")
+    day = 86400
     for folder in (old, young, busy):
         folder.mkdir()
         (folder / "cuda.o").touch()
-        set_age(folder / "cuda.o", 7300)
-        set_age(folder, 7300)
-    set_age(young, 7000)
-    set_age(busy / "cuda.o", 7000)
+        set_age(folder / "cuda.o", 3 * day)
+        set_age(folder, 3 * day)
+    set_age(young, day)
+    set_age(busy / "cuda.o", day)
     other = scope / ".staging-mine"
     other.mkdir()
-    set_age(other, 7300)
+    set_age(other, 3 * day)
     everything = names(scope)
     assert mend(tmp_path)["actions"] == []
     assert names(scope) == everything
-    assert mend(tmp_path, "--staging-older-than=2h")["removed"] == 1
+    assert mend(tmp_path, "--staging-older-than=2d")["removed"] == 1
     assert names(scope) == sorted(path.name for path in (young, busy, other))
 
 
@@ -340,8 +341,9 @@ def test_lock_that_is_a_link(tmp_path: Path) -> None:
     assert (names(scope), names(other)) == ([leaf.name], [GOOD])
 
 
-def test_root_that_is_empty() -> None:
-    done = jitfix("repair", "")
+@pytest.mark.parametrize("command", ["repair", "ls", "doctor"])
+def test_root_that_is_empty(command: str) -> None:
+    done = jitfix(command, "")
     assert (done.returncode, done.stderr) == (2, "sglang-jitfix: the root is empty\n")
 
 

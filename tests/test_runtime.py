@@ -130,8 +130,10 @@ def test_regression_case_default(tmp_path: Path, given: str | None, below_home: 
     assert found == {"on": [physical, physical], "off": [given, physical]}
 
 
-@pytest.mark.parametrize("code", [RUNTIMES, ENGINES], ids=["Runtime", "Engine"])
-def test_created_again(cpu: Cpu, tmp_path: Path, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "children"), [(RUNTIMES, 3), (ENGINES, 2)], ids=["Runtime", "Engine"]
+)
+def test_created_again(cpu: Cpu, tmp_path: Path, code: str, children: int) -> None:
     """With a key, then without in the same process, then with one in a new process: one compile."""
     folder = linked(tmp_path)
     tokens: list[list[int]] = []
@@ -147,6 +149,8 @@ def test_created_again(cpu: Cpu, tmp_path: Path, code: str) -> None:
             witness.wait()
         [line] = re.findall(r"^tokens (.*)$", stack.text(witness.log), re.MULTILINE)
         tokens += json.loads(line)
+        # A Runtime's server, and the scheduler and detokenizer of each.
+        assert len(witness.seen) == children * len(keys)
         seen.update(witness.seen.values())
     physical = str(folder / "real/not/yet")
     assert seen == {physical}

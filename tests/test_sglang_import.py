@@ -179,6 +179,71 @@ def test_uninstalled_under_a_running_process(folder: Path, fresh: Fresh) -> None
     assert python(code, env=env, cwd=folder, executable=fresh.with_shim) == "True\n"
 
 
+PURGES = {
+    "purged": "for name in [*sys.modules]:\n    if name.startswith('sglang'):\n"
+    "        del sys.modules[name]\n",
+    "loaded again": "import importlib, sglang_jitfix\nimportlib.reload(sglang_jitfix).init()\n",
+}
+
+
+@pytest.mark.parametrize("how", PURGES)
+def test_start_up_module_that_is(folder: Path, how: str) -> None:
+    """The finder on ``sys.meta_path`` is then no longer the module's in ``sys.modules``."""
+    code = "import sys\n" + PURGES[how] + PATCHED + PRINT_ROOT
+    found, stderr = said(code, folder, "link")
+    assert found == ["_Function", f"{folder}/real"]
+    assert "sglang_jitfix" not in stderr
+
+
+# Another hook, which executes each module while it holds a lock of its own, and a second
+# thread that imports a module while it holds that lock.
+LOCKING = """
+import sys, threading
+from importlib.machinery import PathFinder
+
+lock, begun = threading.RLock(), threading.Event()
+
+class Loader:
+    def __init__(self, loader):
+        self.loader = loader
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+    def exec_module(self, module):
+        begun.set()
+        with lock:
+            self.loader.exec_module(module)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.origin.endswith(".py") and threading.current_thread() is other:
+            spec.loader = Loader(spec.loader)
+        return spec
+
+def imports():
+    import sglang.srt.environ as environ
+    print(environ.here)
+
+import sglang.srt
+sys.meta_path.insert(1, Finder())
+other = threading.Thread(target=imports, daemon=True)
+with lock:
+    other.start()
+    begun.wait()
+    import this_one
+other.join()
+"""
+
+
+def test_hook_that_holds_a_lock_while_a_module_is_executed(folder: Path, fresh: Fresh) -> None:
+    (folder / "sglang/srt").mkdir(parents=True)
+    (folder / "sglang/srt/environ.py").write_text("here = True\n")
+    (folder / "this_one.py").touch()
+    env = environment("link", PYTHONPATH=str(folder))
+    said = python(LOCKING, env=env, cwd=folder, executable=fresh.with_shim)
+    assert said == "True\n"
+
+
 CHANGED_WRITERS = {
     "gone": ("_to_entries(", "_entries_of("),
     "with another signature": (

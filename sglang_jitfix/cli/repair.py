@@ -292,7 +292,7 @@ def locked(scope: Path) -> Iterator[None]:
         handle = os.open(path, flags)
     except FileNotFoundError:
         handle = os.open(path, os.O_CREAT | flags, 0o644)
-        give_to_owner_of(scope, path)
+        give_to(scope.stat(), handle)
     try:
         deadline = time.monotonic() + LOCK_WAIT
         while True:
@@ -368,16 +368,15 @@ def clone(source: Path, target: Path, but: Collection[str] = ()) -> None:
 
 def imitate(model: Path, path: Path) -> None:
     """Give *path* the times, mode and, if it can, the owner of *model*."""
-    give_to_owner_of(model, path)
+    give_to(model.lstat(), path)
     shutil.copystat(model, path, follow_symlinks=False)
 
 
-def give_to_owner_of(model: Path, path: Path) -> None:
-    """Let *path* belong to whom *model* belongs to, where this process may give it away."""
-    owner = model.lstat()
+def give_to(owner: os.stat_result, file: Path | int) -> None:
+    """Let *file*, a path or a descriptor, belong to *owner* where this process may give it away."""
     if os.geteuid() == 0:
         with contextlib.suppress(OSError):  # a file system or a container without that owner
-            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+            os.chown(file, owner.st_uid, owner.st_gid, follow_symlinks=isinstance(file, int))
 
 
 def discard(path: Path) -> None:

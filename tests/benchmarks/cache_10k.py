@@ -46,7 +46,8 @@ def measure(*arguments: str) -> None:
     """Print the seconds and the peak memory of one command, in a process of its own."""
     # The peak of a child counts from its parent's at the fork, so a small one starts it.
     code = (
-        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], stdout=-3)\n"
+        "import resource, subprocess, sys\n"
+        "assert subprocess.run(sys.argv[1:], stdout=-3).returncode in (0, 1)\n"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
     command = [sys.executable, "-m", "sglang_jitfix", *arguments]

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -131,7 +132,8 @@ def loads(folder: Path) -> Lines:
 def look_ups(folder: Path) -> Lines:
     """SGLang's look-up of a manifest of 400 dependencies, with the shim and without."""
     script = str(HERE / "look_up.py")
-    said = run(sys.executable, script, str(folder), "400", "400", env=environment(folder))
+    command = (sys.executable, script, str(folder), "400", "400")
+    said = run(*command, env=environment(folder), stderr=None)
     lines = []
     for kind, found in json.loads(said.splitlines()[-1]).items():
         lines += [f"The {kind} look-up of a process:", "", *ratios(found, "good leaf, without"), ""]
@@ -145,19 +147,20 @@ def restarts(folder: Path) -> Lines:
     # A root for each: a good leaf that the shim publishes would serve the others as well.
     roots = {name: str(folder / "link" / name) for name in ("without", "poisoned", "good")}
     roots["plain"] = str(folder / "plain")
-    with (
-        forks(source, environment(None, "off")) as off,
-        forks(source, environment(roots["good"])) as on,
-    ):
-        for root in ("without", "poisoned", "plain"):
-            off.load(1, {ROOT: roots[root]})
-        on.load(1, {ROOT: roots["good"]})
-        cases = {"without": off, "poisoned": on, "good": on, "plain": off}
+    with ExitStack() as exits:
+        cases = {
+            name: exits.enter_context(forks(source, environment(root, shim)))
+            for (name, root), shim in zip(roots.items(), ("off", "on", "on", "off"), strict=True)
+        }
+        for name, processes in cases.items():
+            poison = {ROOT: roots["poisoned"]} if name == "without" else {}
+            for variables in (poison, {}):
+                processes.load(1, variables)
         found: dict[tuple[str, int], list[Answer]] = {}
         for number in range(ROUNDS):
             for name in list(cases)[:: 1 if number % 2 else -1]:
                 for count in WORKERS:
-                    answer = cases[name].load(count, {ROOT: roots[name]})
+                    answer = cases[name].load(count, {})
                     found.setdefault((name, count), []).append(answer)
     seconds = {
         key: statistics.median(answer.seconds for answer in answers)
@@ -172,7 +175,7 @@ def restarts(folder: Path) -> Lines:
     for count in WORKERS:
         cells = []
         for name in columns:
-            compiles = sum(found[name, count][-1].compiles)
+            (compiles,) = {sum(answer.compiles) for answer in found[name, count]}
             cells.append(f"{seconds[name, count] / seconds['plain', count]:.2f} ({compiles})")
         lines.append(f"| {count} | {' | '.join(cells)} |")
     return [
@@ -197,7 +200,7 @@ def figure(seconds: Mapping[tuple[str, int], float]) -> None:
     for shift, (name, label, colour) in enumerate(
         (
             ("without", "linked root, without the shim", "#e4572e"),
-            ("poisoned", "the same cache, with the shim", "#3a9d5d"),
+            ("poisoned", "linked root, with the shim", "#3a9d5d"),
             ("plain", "plain path (the limit)", "#5b8def"),
         )
     ):
@@ -231,7 +234,8 @@ PARTS: dict[str, tuple[str, Callable[[Path], Lines]]] = {
 
 def main() -> None:
     wanted = sys.argv[1:] or list(PARTS)
-    page = ["# Measured", "", "Printed by `python tests/benchmarks/measure.py` on two cores.", ""]
+    cores = len(os.sched_getaffinity(0))
+    page = ["# Measured", "", f"By `python tests/benchmarks/measure.py`, on {cores} cores.", ""]
     for name in wanted:
         title, measure = PARTS[name]
         print(f"measuring: {title} ...", file=sys.stderr, flush=True)
