@@ -210,12 +210,14 @@ def figure(seconds: Mapping[tuple[str, int], float]) -> None:
         texts = [f"{height:.0f}" if height >= 10 else f"{height:.1f}" for height in heights]
         axes.bar_label(bars, texts, color=grey, padding=2)
     axes.set_yscale("log")
-    axes.set_ylim(0.5, 4 * max(seconds["without", n] / seconds["plain", n] for n in WORKERS))
+    axes.set_ylim(0.5, 2 * max(seconds["without", n] / seconds["plain", n] for n in WORKERS))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(range(len(WORKERS)), [str(count) for count in WORKERS])
     axes.set_xlabel("processes started at once", color=grey)
     axes.set_ylabel("time to load, plain path = 1", color=grey)
     axes.tick_params(colors=grey, which="both")
-    axes.legend(frameon=False, labelcolor=grey, loc="upper left")
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 3}
+    axes.legend(frameon=False, labelcolor=grey, fontsize=9, **above)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(grey)
