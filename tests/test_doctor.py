@@ -90,6 +90,17 @@ def test_off(folder: Path) -> None:
     report = doctor(folder, "link", **OFF)
     assert (report["on"], report["startup_ran"]) == (False, True)
     assert report["why"] == "SGLANG_JITFIX_DISABLE is set"
+    for given, home, never_found in (
+        ("link", "real", True),
+        (f"{folder}/link", "real", True),
+        (None, "link", True),
+        (f"{folder}/real/", "real", False),
+        (None, "real", False),
+        ("~/x", "real", False),
+    ):
+        for shim in ({}, OFF):
+            report = doctor(folder, given, **{"HOME": f"{folder}/{home}", **shim})
+            assert hint(report, "is not canonical") == (never_found and shim == OFF), given
 
 
 def hint(report: dict[str, Any], words: str) -> bool:

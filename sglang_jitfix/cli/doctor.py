@@ -185,6 +185,13 @@ def hints(report: dict[str, Any]) -> list[str]:
             found.append(f"{existing!a} is not a directory.")
         elif not os.access(existing, os.W_OK | os.X_OK):
             found.append(f"{existing!a} is not writable: builds are used but none can be added.")
+    faulty = report["sglang_known_affected"] and not report["on"] and resolved is not None
+    # Without us SGLang takes the path as pathlib expands it.
+    if faulty and Path(given or report["root_default"]).expanduser() != Path(resolved):
+        found.append(
+            "The shim is off and this root is not canonical: what SGLang builds here it never"
+            " finds again."
+        )
     if report["poisoned_leaves"]:
         found.append(
             "Poisoned leaves are good builds that SGLang finds only with the shim on. To mend them"

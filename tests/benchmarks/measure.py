@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import statistics
 import sys
@@ -25,7 +26,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from forks import Answer, forks  # noqa: E402
-from sglang_jitfix import ROOT  # noqa: E402
+from sglang_jitfix import ROOT, releases  # noqa: E402
 from sglang_jitfix.cli import probe  # noqa: E402
 from support import (  # noqa: E402
     REPOSITORY,
@@ -237,7 +238,14 @@ PARTS: dict[str, tuple[str, Callable[[Path], Lines]]] = {
 def main() -> None:
     wanted = sys.argv[1:] or list(PARTS)
     cores = len(os.sched_getaffinity(0))
-    page = ["# Measured", "", f"By `python tests/benchmarks/measure.py`, on {cores} cores.", ""]
+    versions = f"Python {platform.python_version()}, SGLang {releases.installed()}"
+    page = [
+        "# Measured",
+        "",
+        f"By `python tests/benchmarks/measure.py`, on {cores} cores, {versions}. Noise is how far",
+        "the medians of every other round are apart.",
+        "",
+    ]
     for name in wanted:
         title, measure = PARTS[name]
         print(f"measuring: {title} ...", file=sys.stderr, flush=True)
