@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from sglang_jitfix.cli import probe
 
@@ -31,56 +31,75 @@ class Answer:
     seconds: float
 
 
-class Forks:
-    """The other end of that process, as :func:`forks` starts it."""
+class Forker:
+    """A process that imports SGLang once and then forks, of *script* (this one or storm.py).
 
-    def __init__(self, process: subprocess.Popen[str], log: IO[str]) -> None:
-        self.process = process
-        self.log = log
+    It is asked, and answers, in lines of JSON; its first answer is "ready".
+    """
+
+    def __init__(
+        self, script: str, source: Path, env: Mapping[str, str], cwd: Path | None = None
+    ) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by end()
+        self.process = subprocess.Popen(
+            [sys.executable, script, source],
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            start_new_session=True,  # so that what it forked can be ended with it
+        )
+
+    def ask(self, **request: object) -> None:
+        """Send *request*; :meth:`answer` waits for what comes of it."""
+        assert self.process.stdin is not None
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        """The next answer; AssertionError, with its stderr, if the process has ended."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:  # SGLang may print to it as well
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        self.log.seek(0)
+        raise AssertionError(self.log.read()[-4000:])
+
+    def end(self) -> None:
+        """Kill the process and whatever it has forked."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        self.log.close()
+
+
+class Forks(Forker):
+    """A running ``forks.py``."""
 
     def load(self, count: int, variables: Mapping[str, str], cwd: Path | str = ".") -> Answer:
         """Have *count* workers load the module at once, in *cwd*, with *variables* set.
 
         AssertionError, with the worker's error, if one fails.
         """
-        request = {"count": count, "cwd": str(cwd), "variables": dict(variables)}
-        assert self.process.stdin is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        outcomes, seconds = self.read()
+        self.ask(count=count, cwd=str(cwd), variables=dict(variables))
+        outcomes, seconds = self.answer()
         assert [type(outcome) for outcome in outcomes] == [int] * count, outcomes
         return Answer(outcomes, seconds)
 
-    def read(self) -> Any:
-        """The next answer; SGLang may print to stdout as well."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("answer "):
-                return json.loads(line.removeprefix("answer "))
-        self.log.seek(0)
-        raise AssertionError(f"the process that forks has ended: {self.log.read()}")
+    def load_twice(self, variables: Mapping[str, str], cwd: Path | str = ".") -> list[int]:
+        """The compiles of two workers, one after the other."""
+        return [self.load(1, variables, cwd).compiles[0] for _ in range(2)]
 
 
 @contextmanager
 def forks(source: Path, env: Mapping[str, str], cwd: Path | None = None) -> Iterator[Forks]:
     """Start the process, with the environment *env*, for the module whose C++ file is *source*."""
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, __file__, source],
-            env=dict(env),
-            cwd=cwd,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,  # so that its workers can be ended with it
-        )
-        try:
-            both = Forks(process, log)
-            both.read()
-            yield both
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    running = Forks(__file__, source, env, cwd)
+    try:
+        assert running.answer() == "ready"
+        yield running
+    finally:
+        running.end()
 
 
 def work(source: str, request: dict[str, Any], pipe: int) -> NoReturn:

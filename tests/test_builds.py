@@ -33,15 +33,15 @@ def off(source: Path) -> Iterator[Forks]:
         yield running
 
 
-def load_without(off: Forks, given: str, place: Place, count: int = 1) -> list[int]:
-    """Compiles of *count* processes at once with the shim off and *given* as root."""
-    return off.load(count, {ROOT: given, **place.env}, place.folder).compiles
+def variables(given: str, place: Place) -> dict[str, str]:
+    """What a process at *place* is given, with *given* as root."""
+    return {ROOT: given, **place.env}
 
 
 def two_loads(source: Path, given: str, place: Place) -> list[int]:
     """Compiles of two processes, one after the other, with the shim and *given* as root."""
     with forks(source, environment(given, **place.env), place.folder) as on:
-        return [n for _ in range(2) for n in on.load(1, {}).compiles]
+        return on.load_twice({})
 
 
 def below(folder: Path) -> Place:
@@ -61,7 +61,7 @@ def check(
     assert (compiles, len(staging_entries(place.folder))) == ([1, 0], 0)
 
     place = lay(tmp_path / "off")
-    compiles = [n for _ in range(2) for n in load_without(off, at(place, given), place)]
+    compiles = off.load_twice(variables(at(place, given), place), place.folder)
     assert (compiles, len(staging_entries(place.folder))) == ([1, 1], 2)
 
 
@@ -80,7 +80,7 @@ def test_link_whose_name_is_not_utf8(source: Path, off: Forks, place: Place) -> 
     """tvm_ffi loads no path that is not UTF-8; by its real path the same folder works."""
     given = str(place.folder / os.fsdecode(b"li\xff\xfe"))
     with pytest.raises(AssertionError, match="UnicodeEncodeError"):
-        load_without(off, given, place)
+        off.load(1, variables(given, place), place.folder)
     assert two_loads(source, given, place) == [1, 0]
     assert staging_entries(place.folder) == []
 
@@ -88,7 +88,7 @@ def test_link_whose_name_is_not_utf8(source: Path, off: Forks, place: Place) -> 
 def test_dangling_link(source: Path, off: Forks, place: Place) -> None:
     """SGLang cannot make the folder that a dangling link points to; the shim names it."""
     with pytest.raises(AssertionError, match="FileExistsError"):
-        load_without(off, "dangling", place)
+        off.load(1, variables("dangling", place), place.folder)
     assert two_loads(source, "dangling", place) == [1, 0]
     assert staging_entries(place.folder) == []
 
@@ -139,10 +139,9 @@ def test_root_set_after_sglang_is_loaded(source: Path, off: Forks, tmp_path: Pat
     with forks(source, environment(None)) as on:
         for name, processes in {"on": on, "off": off}.items():
             place = below(tmp_path / name)
-            loads = [processes.load(1, {ROOT: "link"}, place.folder) for _ in range(2)]
-            compiles = [load.compiles for load in loads]
+            compiles = processes.load_twice({ROOT: "link"}, place.folder)
             found[name] = compiles, len(staging_entries(place.folder))
-    assert found == {"on": ([[1], [0]], 0), "off": ([[1], [1]], 2)}
+    assert found == {"on": ([1, 0], 0), "off": ([1, 1], 2)}
 
 
 def test_eight_processes_at_once(source: Path, place: Place) -> None:
@@ -160,5 +159,6 @@ def test_eight_processes_at_once(source: Path, place: Place) -> None:
 
 
 def test_eight_processes_at_once_without_the_shim(off: Forks, place: Place) -> None:
-    assert load_without(off, "link/cold", place, 8) == [1] * 8
+    answer = off.load(8, variables("link/cold", place), place.folder)
+    assert answer.compiles == [1] * 8
     assert len(staging_entries(place.folder)) == 8

@@ -7,21 +7,19 @@ a linked root, which shows that the storm would bring the fault to light.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import psutil
 import pytest
 
-from support import REPOSITORY, environment, manifests, run, staging_entries
+from forks import Forker
+from support import environment, manifests, run, staging_entries
+
+SCRIPT = str(Path(__file__).with_name("storm.py"))
 
 # A storm's trouble (tests/storm.py), its processes, how they end, and the builds they begin.
 STORMS: dict[str, tuple[int, dict[str, int], int]] = {
@@ -39,8 +37,7 @@ class Parent:
     """A process that has imported SGLang with its cache root at a folder, and forks storms."""
 
     folder: Path
-    process: subprocess.Popen[str]
-    log: IO[str]
+    forker: Forker
     boards: int = 0
 
     @property
@@ -53,19 +50,10 @@ class Parent:
         self.boards += 1
         board.mkdir()
         given = {"real": str(self.real), "board": str(board)}
-        assert self.process.stdin is not None
-        print(
-            json.dumps({"processes": processes, "trouble": trouble, **given}),
-            file=self.process.stdin,
-            flush=True,
-        )
+        self.forker.ask(processes=processes, trouble=trouble, **given)
 
     def answer(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:  # SGLang may print to it as well
-            if line.startswith("answer "):
-                return json.loads(line.removeprefix("answer "))
-        raise AssertionError(Path(self.log.name).read_text()[-4000:])
+        return self.forker.answer()
 
     def written(self) -> Any:
         """The root's files, staging folders only counted, and the manifests' bytes."""
@@ -74,15 +62,6 @@ class Parent:
         staging = [path for path in self.real.rglob(".staging-*") if path.is_dir()]
         texts = [path.read_bytes() for path in manifests(self.real)]
         return sorted(names), len(staging), texts
-
-    def end(self) -> None:
-        """Kill the process and whatever a storm that failed has left below it."""
-        below = psutil.Process(self.process.pid).children(recursive=True)
-        family = [self.process.pid, *(process.pid for process in below)]
-        for member in family:
-            os.kill(member, signal.SIGKILL)
-        self.process.communicate()
-        self.log.close()
 
 
 @pytest.fixture(scope="module")
@@ -94,23 +73,14 @@ def parents(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         for name, (root, shim) in roots.items():
             folder = tmp_path_factory.mktemp(name).resolve()
             (folder / "link").symlink_to("real")
-            log = (folder / "stderr").open("w+")
-            process = subprocess.Popen(
-                [sys.executable, REPOSITORY / "tests" / "storm.py", source],
-                env=environment(folder / root, shim),
-                cwd=folder,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-            started[name] = Parent(folder, process, log)
+            env = environment(folder / root, shim)
+            started[name] = Parent(folder, Forker(SCRIPT, source, env, folder))
         for parent in started.values():
             assert parent.answer() == "ready"
         yield started
     finally:
         for parent in started.values():
-            parent.end()
+            parent.forker.end()
 
 
 @pytest.fixture

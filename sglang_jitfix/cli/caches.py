@@ -42,8 +42,6 @@ def find_root(given: str | None) -> Path:
         given = sglang_jitfix.real_root(setting or releases.DEFAULT_ROOT)
         if given is None:
             raise CommandError(f"SGLang cannot use {setting!a}, which {variable} names")
-    if not given:  # pathlib would take it for the working directory
-        raise CommandError("the root is empty")
     root = Path(given)
     try:
         mode = root.stat().st_mode

@@ -13,7 +13,6 @@ from typing import Any
 import sglang_jitfix
 from sglang_jitfix import releases
 from sglang_jitfix.cli import caches, output, repair
-from sglang_jitfix.cli.errors import CommandError
 
 MAX_LINKS = 40  # as many as Linux follows in one path, path_resolution(7)
 
@@ -43,8 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 def examine(root: str | None = None) -> dict[str, Any]:
     """The report, as the JSON object that ``doctor --json`` prints.
 
-    About the cache at *root*, or else the one that SGLang would use. Raises CommandError if
-    *root* is empty.
+    About the cache at *root*, or else the one that SGLang would use.
     """
     started = bool(sglang_jitfix.found_at_start)
     disabled = sglang_jitfix.is_set(sglang_jitfix.DISABLE)
@@ -57,8 +55,6 @@ def examine(root: str | None = None) -> dict[str, Any]:
     release = releases.installed()
     variable, given = caches.root_setting(sglang_jitfix.found_at_start or os.environ)
     if root is not None:
-        if not root:
-            raise CommandError("the root is empty")
         variable, given = "ROOT", root
     known = release in releases.AFFECTED
     spelled = given or (releases.DEFAULT_ROOT if known else None)

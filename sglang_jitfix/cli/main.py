@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
+        if getattr(arguments, "root", None) == "":  # pathlib's working directory
+            raise CommandError("the root is empty")
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except CommandError as error:

@@ -20,8 +20,9 @@ def run_hooks(module: ModuleType) -> None:
     Raises nothing: an import of SGLang never fails because of us.
     """
     for name in sglang_jitfix.missed_hooks():
-        if name in sys.modules:  # or else another thread has removed it
-            _run_hook(name, sys.modules[name])
+        missed = sys.modules.get(name)
+        if missed is not None:  # or else another thread has removed it
+            _run_hook(name, missed)
     if module.__name__ in sglang_jitfix.HOOKED:
         _run_hook(module.__name__, module)
 

@@ -146,17 +146,19 @@ def restarts(folder: Path) -> Lines:
     source = folder / "probe.cpp"
     source.write_text(probe.SOURCE)
     # A root for each: a good leaf that the shim publishes would serve the others as well.
-    roots = {name: str(folder / "link" / name) for name in ("without", "poisoned", "good")}
-    roots["plain"] = str(folder / "plain")
+    environments = {
+        "without": environment(folder / "link/without", "off"),
+        "poisoned": environment(folder / "link/poisoned"),
+        "good": environment(folder / "link/good"),
+        "plain": environment(folder / "plain", "off"),
+    }
     with ExitStack() as exits:
         cases = {
-            name: exits.enter_context(forks(source, environment(root, shim)))
-            for (name, root), shim in zip(roots.items(), ("off", "on", "on", "off"), strict=True)
+            name: exits.enter_context(forks(source, env)) for name, env in environments.items()
         }
-        for name, processes in cases.items():
-            poison = {ROOT: roots["poisoned"]} if name == "without" else {}
-            for variables in (poison, {}):
-                processes.load(1, variables)
+        cases["without"].load(1, {ROOT: environments["poisoned"][ROOT]})
+        for processes in cases.values():
+            processes.load(1, {})
         found: dict[tuple[str, int], list[Answer]] = {}
         for number in range(ROUNDS):
             for name in list(cases)[:: 1 if number % 2 else -1]:
@@ -168,14 +170,13 @@ def restarts(folder: Path) -> Lines:
         for key, answers in found.items()
     }
     figure(seconds)
-    columns = ("without", "poisoned", "good")
     lines = [
         "| workers | without the shim | with it, poisoned cache | with it, good cache |",
         "|---:|---:|---:|---:|",
     ]
     for count in WORKERS:
         cells = []
-        for name in columns:
+        for name in ("without", "poisoned", "good"):
             (compiles,) = {sum(answer.compiles) for answer in found[name, count]}
             cells.append(f"{seconds[name, count] / seconds['plain', count]:.2f} ({compiles})")
         lines.append(f"| {count} | {' | '.join(cells)} |")
