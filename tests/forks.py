@@ -2,7 +2,8 @@
 
 The import takes most of a new process's time. Forked before anything is loaded, a worker
 knows as little of the cache as a new process. The start-up file has seen the variables
-that the process itself was started with, not those that a worker is given.
+that the process itself was started with, not those that a worker is given: where it
+matters, give a worker what a new interpreter `hands_down`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sglang_jitfix import ROOT
 from sglang_jitfix.cli import probe
+from stack import FORBID
+from support import environment, python
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,12 @@ class Forks(Forker):
         assert [type(outcome) for outcome in outcomes] == [int] * count, outcomes
         return Answer(outcomes, seconds)
 
-    def load_twice(self, variables: Mapping[str, str], cwd: Path | str = ".") -> list[int]:
-        """The compiles of two workers, one after the other."""
-        return [self.load(1, variables, cwd).compiles[0] for _ in range(2)]
+    def hits(self, variables: Mapping[str, str], cwd: Path | str = ".") -> bool:
+        """Whether a worker that may not compile, as at a restart, loads the module."""
+        self.ask(count=1, cwd=str(cwd), variables={**variables, **FORBID})
+        [outcome], _ = self.answer()
+        assert outcome == 0 or "has no usable cached build" in outcome, outcome
+        return bool(outcome == 0)
 
 
 @contextmanager
@@ -100,6 +107,13 @@ def forks(source: Path, env: Mapping[str, str], cwd: Path | None = None) -> Iter
         yield running
     finally:
         running.end()
+
+
+def hands_down(given: str, cwd: Path, **extra: str) -> dict[str, str]:
+    """The cache root that a new interpreter, started in *cwd* with *given* as its root, has in
+    store for its children, and *extra*, which it was given as well."""
+    code = f"import os, sys; sys.stdout.buffer.write(os.environb[b{ROOT!r}])"
+    return {ROOT: python(code, env=environment(given, **extra), cwd=cwd), **extra}
 
 
 def work(source: str, request: dict[str, Any], pipe: int) -> NoReturn:

@@ -62,7 +62,7 @@ def main(plan: dict[str, Any]) -> list[dict[str, Any]]:
             if node == "lacks":
                 os.environ.pop(ROOT, None)
             cluster.add_node(
-                num_cpus=2,
+                num_cpus=0,  # so that no workers are started ahead of the actors
                 resources={node: len(plan["actors"])},
                 node_ip_address="127.0.0.1",
                 include_dashboard=False,

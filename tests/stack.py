@@ -39,6 +39,7 @@ ARGUMENTS: dict[str, object] = {
     "disable_overlap_schedule": True,
     "max_total_tokens": 2048,
     "context_length": 256,
+    "sleep_on_idle": True,  # an idle rank would take a core from whatever else is starting
 }
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16}
@@ -223,6 +224,8 @@ def cpu(folder: Path) -> dict[str, str]:
         # Ranks talk by gloo; NCCL does not load without a GPU.
         "SGLANG_NCCL_SO_PATH": str(folder / "no-nccl"),
         "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+        # Some of SGLang's helpers are compiled by torch, at each first use in a new home.
+        "TORCH_COMPILE_DISABLE": "1",
         # Of the 200 models, which every rank imports before it looks for its own.
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models()),
         "HF_HUB_OFFLINE": "1",

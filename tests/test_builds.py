@@ -1,7 +1,8 @@
 """Real builds by the real ``load_jit``, for every spelling of the root.
 
-A process is started with the spelling, imports SGLang, and forks the two that load, one
-after the other. (Fresh ones all along: eight at once below, and `sglang-jitfix verify`.)
+An interpreter is started with the spelling; what it hands down to its children is given to
+two that load, the second one forbidden to compile. Those are forked from a process that
+has imported SGLang. (Fresh ones all along: eight at once below, and `sglang-jitfix verify`.)
 """
 
 from __future__ import annotations
@@ -15,15 +16,22 @@ from pathlib import Path
 
 import pytest
 
-from forks import Forks, forks
+from forks import Forks, forks, hands_down
 from sglang_jitfix import ROOT
 from spellings import SPELLINGS, Place, lay_out
-from support import environment, finish_probe, python, staging_entries, start_probe
+from support import environment, finish_probe, staging_entries, start_probe
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     return lay_out(tmp_path.resolve())
+
+
+@pytest.fixture(scope="module")
+def on(source: Path) -> Iterator[Forks]:
+    """Loads in processes with the shim."""
+    with forks(source, environment(None)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +41,14 @@ def off(source: Path) -> Iterator[Forks]:
         yield running
 
 
-def variables(given: str, place: Place) -> dict[str, str]:
-    """What a process at *place* is given, with *given* as root."""
-    return {ROOT: given, **place.env}
+def load_twice(processes: Forks, variables: dict[str, str], place: Place) -> tuple[int, bool, int]:
+    """The compiles of one process, whether a second one hits, and the staging entries then."""
+    [compiles] = processes.load(1, variables, place.folder).compiles
+    return compiles, processes.hits(variables, place.folder), len(staging_entries(place.folder))
 
 
-def two_loads(source: Path, given: str, place: Place) -> list[int]:
-    """Compiles of two processes, one after the other, with the shim and *given* as root."""
-    with forks(source, environment(given, **place.env), place.folder) as on:
-        return on.load_twice({})
+GOOD = (1, True, 0)
+FAULT = (1, False, 1)
 
 
 def below(folder: Path) -> Place:
@@ -50,19 +57,23 @@ def below(folder: Path) -> Place:
 
 
 def check(
-    source: Path, off: Forks, given: str, tmp_path: Path, lay: Callable[[Path], Place] = below
+    on: Forks,
+    off: Forks,
+    given: str,
+    tmp_path: Path,
+    lay: Callable[[Path], Place] = below,
 ) -> None:
     """One compile and no staging entry with the shim; without it, the fault.
 
     *lay* makes a folder for each; in *given* {0} is its path, {1} its name.
     """
     place = lay(tmp_path / "on")
-    compiles = two_loads(source, at(place, given), place)
-    assert (compiles, len(staging_entries(place.folder))) == ([1, 0], 0)
+    variables = hands_down(at(place, given), place.folder, **place.env)
+    assert load_twice(on, variables, place) == GOOD
 
     place = lay(tmp_path / "off")
-    compiles = off.load_twice(variables(at(place, given), place), place.folder)
-    assert (compiles, len(staging_entries(place.folder))) == ([1, 1], 2)
+    variables = {ROOT: at(place, given), **place.env}
+    assert load_twice(off, variables, place) == FAULT
 
 
 def at(place: Place, given: str) -> str:
@@ -70,27 +81,27 @@ def at(place: Place, given: str) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in SPELLINGS if name != "not UTF-8"])
-def test_second_process_compiles_nothing(
-    source: Path, off: Forks, tmp_path: Path, name: str
+def test_second_process_compiles_nothing(on: Forks, off: Forks, tmp_path: Path, name: str) -> None:
+    check(on, off, SPELLINGS[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        # tvm_ffi loads no path that is not UTF-8; by its real path the same folder works.
+        (os.fsdecode(b"li\xff\xfe"), "UnicodeEncodeError"),
+        # SGLang cannot make the folder that a dangling link points to; the shim names it.
+        ("dangling", "FileExistsError"),
+    ],
+    ids=["not UTF-8", "dangling"],
+)
+def test_link_that_fails_without_the_shim(
+    on: Forks, off: Forks, place: Place, name: str, error: str
 ) -> None:
-    check(source, off, SPELLINGS[name], tmp_path)
-
-
-def test_link_whose_name_is_not_utf8(source: Path, off: Forks, place: Place) -> None:
-    """tvm_ffi loads no path that is not UTF-8; by its real path the same folder works."""
-    given = str(place.folder / os.fsdecode(b"li\xff\xfe"))
-    with pytest.raises(AssertionError, match="UnicodeEncodeError"):
-        off.load(1, variables(given, place), place.folder)
-    assert two_loads(source, given, place) == [1, 0]
-    assert staging_entries(place.folder) == []
-
-
-def test_dangling_link(source: Path, off: Forks, place: Place) -> None:
-    """SGLang cannot make the folder that a dangling link points to; the shim names it."""
-    with pytest.raises(AssertionError, match="FileExistsError"):
-        off.load(1, variables("dangling", place), place.folder)
-    assert two_loads(source, "dangling", place) == [1, 0]
-    assert staging_entries(place.folder) == []
+    given = str(place.folder / name)
+    with pytest.raises(AssertionError, match=error):
+        off.load(1, {ROOT: given, **place.env}, place.folder)
+    assert load_twice(on, hands_down(given, place.folder, **place.env), place) == GOOD
 
 
 @pytest.fixture
@@ -102,7 +113,7 @@ def real_home() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_home_of_a_named_user(source: Path, off: Forks, tmp_path: Path, real_home: Path) -> None:
+def test_home_of_a_named_user(on: Forks, off: Forks, tmp_path: Path, real_home: Path) -> None:
     user = pwd.getpwuid(os.geteuid()).pw_name
 
     def lay(folder: Path) -> Place:
@@ -111,18 +122,19 @@ def test_home_of_a_named_user(source: Path, off: Forks, tmp_path: Path, real_hom
         (place.folder / "link").symlink_to("real")
         return place
 
-    check(source, off, f"~{user}/{real_home.name}/{{1}}/link/cache", tmp_path, lay)
+    check(on, off, f"~{user}/{real_home.name}/{{1}}/link/cache", tmp_path, lay)
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+def target(off: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
     """SGLang's name for the compile target, the first folder below the root."""
-    code = "from sglang.kernels.jit.utils.compile import cache; print(cache._target_tag())"
-    env = environment(tmp_path_factory.mktemp("target"))
-    return python(code, env=env).split()[-1]
+    root = tmp_path_factory.mktemp("target")
+    off.load(1, {ROOT: str(root)})
+    [folder] = root.iterdir()
+    return folder.name
 
 
-def test_link_below_a_canonical_root(source: Path, off: Forks, tmp_path: Path, target: str) -> None:
+def test_link_below_a_canonical_root(on: Forks, off: Forks, tmp_path: Path, target: str) -> None:
     """Only the manifest writer can help here: the root itself needs no change."""
 
     def lay(folder: Path) -> Place:
@@ -131,17 +143,12 @@ def test_link_below_a_canonical_root(source: Path, off: Forks, tmp_path: Path, t
         (place.folder / "root" / target).symlink_to(place.folder / "deep/real")
         return place
 
-    check(source, off, "{0}/root", tmp_path, lay)
+    check(on, off, "{0}/root", tmp_path, lay)
 
 
-def test_root_set_after_sglang_is_loaded(source: Path, off: Forks, tmp_path: Path) -> None:
-    found = {}
-    with forks(source, environment(None)) as on:
-        for name, processes in {"on": on, "off": off}.items():
-            place = below(tmp_path / name)
-            compiles = processes.load_twice({ROOT: "link"}, place.folder)
-            found[name] = compiles, len(staging_entries(place.folder))
-    assert found == {"on": ([1, 0], 0), "off": ([1, 1], 2)}
+def test_root_set_after_sglang_is_loaded(on: Forks, off: Forks, tmp_path: Path) -> None:
+    assert load_twice(on, {ROOT: "link"}, below(tmp_path / "on")) == GOOD
+    assert load_twice(off, {ROOT: "link"}, below(tmp_path / "off")) == FAULT
 
 
 def test_eight_processes_at_once(source: Path, place: Place) -> None:
@@ -159,6 +166,6 @@ def test_eight_processes_at_once(source: Path, place: Place) -> None:
 
 
 def test_eight_processes_at_once_without_the_shim(off: Forks, place: Place) -> None:
-    answer = off.load(8, variables("link/cold", place), place.folder)
+    answer = off.load(8, {ROOT: "link/cold", **place.env}, place.folder)
     assert answer.compiles == [1] * 8
     assert len(staging_entries(place.folder)) == 8

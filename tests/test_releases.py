@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from forks import forks
+from forks import forks, hands_down
 from sglang_jitfix import ROOT, releases
 from support import (
     edited,
     environment,
-    load_once,
     made_up_release,
     manifests,
     python,
@@ -46,13 +45,10 @@ def test_restart_on_each_release(source: Path, tmp_path: Path, version: str) -> 
         (place / "link").symlink_to("real")
         home = {**overlay, "HOME": str(place / "link")}
         root = f"link/{default}"
-        if shim == "on":
-            envs = [environment(None, **home), environment(root, **home)]
-            compiles = [load_once(source, env, place)["compiles"] for env in envs]
-        else:
-            with forks(source, environment(None, shim, **home)) as off:
-                variables: list[dict[str, str]] = [{}, {ROOT: root}]
-                compiles = [off.load(1, each, place).compiles[0] for each in variables]
+        variables = hands_down(root, place) if shim == "on" else {ROOT: root}
+        with forks(source, environment(None, shim, **home)) as running:
+            each: list[dict[str, str]] = [{}, variables]
+            compiles = [running.load(1, given, place).compiles[0] for given in each]
         written = manifests(place / "real" / default)
         assert manifests(place) == written
         found[shim] = (compiles, len(written), len(staging_entries(place)))

@@ -19,18 +19,20 @@ from support import environment, python, staging_entries
 
 KEY = "a secret"
 
-# One Runtime after the other in one process, one for each API key (null: none). Prints
-# the tokens that each gave. SGLang 0.5.21's Runtime does not send its own server the
-# key: with one, the constructor fails with Unauthorized once the server is up, and what
-# is left is the server, which is asked directly.
-RUNTIMES = """
+# One after the other in one process, as the first argument lists them: a Runtime or an
+# Engine, its API key (null: none), its port. Prints the tokens that each gave. SGLang
+# 0.5.21's Runtime does not send its own server the key: with one, the constructor fails
+# with Unauthorized once the server is up, and what is left is the server, which is asked
+# directly.
+LIVES = """
 import json, multiprocessing, sys
 import requests, sglang
 from sglang.srt.utils import kill_process_tree
 
 lives, greedy, arguments = map(json.loads, sys.argv[1:])
-tokens = []
-for key, port in lives:
+
+
+def runtime_tokens(key, port):
     try:
         runtime = sglang.Runtime(**arguments, host="127.0.0.1", port=port, api_key=key)
         reply = json.loads(runtime.generate("hello", greedy))
@@ -46,32 +48,31 @@ for key, port in lives:
         kill_process_tree(server.pid)
     for server in multiprocessing.active_children():
         server.join()
-    tokens.append(reply["output_ids"])
-print("tokens", json.dumps(tokens))
-"""
+    return reply["output_ids"]
 
-ENGINES = """
-import json, sys
-import sglang
 
-lives, greedy, arguments = map(json.loads, sys.argv[1:])
-tokens = []
-for key, port in lives:
+def engine_tokens(key, port):
     engine = sglang.Engine(**arguments, port=port, api_key=key)
-    tokens.append(engine.generate("hello", greedy)["output_ids"])
+    tokens = engine.generate("hello", greedy)["output_ids"]
     engine.shutdown()
-print("tokens", json.dumps(tokens))
+    return tokens
+
+
+ask = {"Runtime": runtime_tokens, "Engine": engine_tokens}
+print("tokens", json.dumps([ask[kind](key, port) for kind, key, port in lives]))
 """
+
+Life = tuple[str, str | None]  # Runtime or Engine, and its API key
 
 
 @contextmanager
 def running(
-    cpu: Cpu, code: str, keys: list[str | None], folder: Path, env: dict[str, str]
+    cpu: Cpu, lives: list[Life], folder: Path, env: dict[str, str]
 ) -> Iterator[stack.Witness]:
-    """A process that runs *code* in *folder*, ended with all its children on the way out."""
+    """A process that has *lives* in *folder*, ended with all its children on the way out."""
     log = folder / f"{len(list(folder.glob('*.log')))}.log"
-    lives = json.dumps([[key, stack.free_port()] for key in keys])
-    command = ["-c", code, lives, json.dumps(stack.GREEDY), json.dumps(cpu.arguments)]
+    ports = json.dumps([[*life, stack.free_port()] for life in lives])
+    command = ["-c", LIVES, ports, json.dumps(stack.GREEDY), json.dumps(cpu.arguments)]
     process = stack.start(command, log, folder, env)
     try:
         yield stack.Witness(process, log)
@@ -92,7 +93,7 @@ def test_regression_case_link(cpu: Cpu, tmp_path: Path, given: str, key: str | N
         folder = linked(tmp_path / shim)
         root = given.replace("{0}", str(folder))
         env = environment(root, shim, **cpu.env)
-        with running(cpu, RUNTIMES, [key], folder, env) as witness:
+        with running(cpu, [("Runtime", key)], folder, env) as witness:
             roots[shim] = witness.roots(1)
         assert list((folder / "real").iterdir()) == []
     assert roots == {
@@ -130,39 +131,40 @@ def test_regression_case_default(tmp_path: Path, given: str | None, below_home: 
     assert found == {"on": [physical, physical], "off": [given, physical]}
 
 
-@pytest.mark.parametrize(
-    ("code", "children"), [(RUNTIMES, 3), (ENGINES, 2)], ids=["Runtime", "Engine"]
-)
-def test_created_again(cpu: Cpu, tmp_path: Path, code: str, children: int) -> None:
-    """With a key, then without in the same process, then with one in a new process: one compile."""
+def test_created_again(cpu: Cpu, tmp_path: Path) -> None:
+    """A Runtime and an Engine, with a key, then each without in the same process, then each with
+    one in a new process: one compile."""
     folder = linked(tmp_path)
     tokens: list[list[int]] = []
-    seen: set[str | None] = set()
+    seen: list[str | None] = []
     cold, warm = folder / "cold", folder / "warm"
-    lives: list[tuple[str, list[str | None], Path, dict[str, str]]] = [
-        ("link/not/yet", [KEY, None], cold, {}),
-        (str(folder / "link/not/yet"), [KEY], warm, FORBID),
+    lives: list[tuple[str, list[Life], Path, dict[str, str]]] = [
+        (
+            "link/not/yet",
+            [("Runtime", KEY), ("Engine", KEY), ("Runtime", None), ("Engine", None)],
+            cold,
+            {},
+        ),
+        (str(folder / "link/not/yet"), [("Runtime", KEY), ("Engine", KEY)], warm, FORBID),
     ]
-    for root, keys, loads, settings in lives:
+    for root, each, loads, settings in lives:
         env = environment(root, **cpu.env, **cpu.plugin, **settings, **{stack.LOADS: str(loads)})
-        with running(cpu, code, keys, folder, env) as witness:
+        with running(cpu, each, folder, env) as witness:
             witness.wait()
         [line] = re.findall(r"^tokens (.*)$", stack.text(witness.log), re.MULTILINE)
         tokens += json.loads(line)
-        # A Runtime's server, and the scheduler and detokenizer of each.
-        assert len(witness.seen) == children * len(keys)
-        seen.update(witness.seen.values())
+        seen += witness.seen.values()
     physical = str(folder / "real/not/yet")
-    assert seen == {physical}
+    # Three times a Runtime's server, and six times a scheduler and a detokenizer.
+    assert seen == [physical] * (3 + 6 * 2)
     reports = stack.loads(cold) + stack.loads(warm)
     assert {report["given"] for report in reports} == {physical}
-    # A Runtime's server and its scheduler load the module; an Engine's process once only,
-    # the second Engine of the same process does not ask again.
-    later = 5 if code == RUNTIMES else 4
-    assert [report["compiles"] for report in reports] == [1] + [0] * later
+    # The servers, the schedulers, and both processes when they make their first Engine load
+    # the module; the second Engine of a process does not ask again.
+    assert [report["compiles"] for report in reports] == [1] + [0] * (3 + 6 + 2 - 1)
     assert staging_entries(folder / "real") == []
     assert len(tokens[0]) == stack.GREEDY["max_new_tokens"]
-    assert tokens == [tokens[0]] * 3
+    assert tokens == [tokens[0]] * 6
 
 
 def test_created_once_without_the_shim(cpu: Cpu, tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_created_once_without_the_shim(cpu: Cpu, tmp_path: Path) -> None:
     folder = linked(tmp_path)
     loads = folder / "loads"
     env = environment("link/not/yet", "off", **cpu.env, **cpu.plugin, **{stack.LOADS: str(loads)})
-    with running(cpu, RUNTIMES, [None], folder, env) as witness:
+    with running(cpu, [("Runtime", None)], folder, env) as witness:
         roots = witness.roots(3)  # of the server, its scheduler and its detokenizer
         reports = stack.wait_for_loads(loads, 2, witness.process, witness.log)
     assert roots == ["link/not/yet"] * 3
