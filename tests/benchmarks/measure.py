@@ -104,7 +104,28 @@ def starts(folder: Path) -> Lines:
         env = environment(folder / "link/cache" if name.endswith("link") else None)
         command = [str(executable), "-c", ""]
         cases[name] = lambda command=command, env=env: timed(command, env)
-    return ratios(alternate(cases, 400), "empty `.pth`")
+    alone = ratios(alternate(cases, 400), "empty `.pth`")
+    return ["In an environment of its own:", "", *alone, "", *serving_starts(folder)]
+
+
+def serving_starts(folder: Path) -> Lines:
+    """The same in an environment that serves: SGLang requires setuptools, by way of torch, and
+    nvidia-cutlass-dsl, and both have start-up files that import."""
+    cases = {}
+    for name in ("empty `.pth`", "sglang-jitfix, root unset", "sglang-jitfix, root a link"):
+        place = folder / f"serving{len(cases)}"
+        env = environment(folder / "link/cache" if name.endswith("link") else None)
+        sync = ("uv", "sync", "-q", "--no-dev", "--extra", "sglang", "--no-editable")
+        run(*sync, cwd=REPOSITORY, env={**env, "UV_PROJECT_ENVIRONMENT": str(place)})
+        executable = place / "bin" / "python"
+        if not cases:
+            (site_packages(executable) / "sglang_jitfix.pth").write_text("")
+        command = [str(executable), "-c", ""]
+        timed(command, env)  # which writes bytecode
+        cases[name] = lambda command=command, env=env: timed(command, env)
+    return ["Where SGLang and all that it requires are installed:", ""] + ratios(
+        alternate(cases, 400), "empty `.pth`"
+    )
 
 
 def imports(folder: Path) -> Lines:
