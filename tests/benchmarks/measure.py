@@ -123,9 +123,8 @@ def serving_starts(folder: Path) -> Lines:
         command = [str(executable), "-c", ""]
         timed(command, env)  # which writes bytecode
         cases[name] = lambda command=command, env=env: timed(command, env)
-    return ["Where SGLang and all that it requires are installed:", ""] + ratios(
-        alternate(cases, 400), "empty `.pth`"
-    )
+    serving = ratios(alternate(cases, 400), "empty `.pth`")
+    return ["Where SGLang and all that it requires are installed:", "", *serving]
 
 
 def imports(folder: Path) -> Lines:
