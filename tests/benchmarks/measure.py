@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -94,7 +95,7 @@ def starts(folder: Path) -> Lines:
         "coverage": "coverage==7.17.3",
         "autowrapt": "autowrapt==2.0.0",
     }
-    cases = {}
+    cases: dict[str, Callable[[], float]] = {}
     for number, (name, package) in enumerate(packages.items()):
         executable = new_environment(folder / f"env{number}")
         if package:
@@ -103,7 +104,7 @@ def starts(folder: Path) -> Lines:
             (site_packages(executable) / "empty.pth").touch()
         env = environment(folder / "link/cache" if name.endswith("link") else None)
         command = [str(executable), "-c", ""]
-        cases[name] = lambda command=command, env=env: timed(command, env)
+        cases[name] = partial(timed, command, env)
     alone = ratios(alternate(cases, 400), "empty `.pth`")
     return ["In an environment of its own:", "", *alone, "", *serving_starts(folder)]
 
@@ -111,7 +112,7 @@ def starts(folder: Path) -> Lines:
 def serving_starts(folder: Path) -> Lines:
     """The same in an environment that serves: SGLang requires setuptools, by way of torch, and
     nvidia-cutlass-dsl, and both have start-up files that import."""
-    cases = {}
+    cases: dict[str, Callable[[], float]] = {}
     for name in ("empty `.pth`", "sglang-jitfix, root unset", "sglang-jitfix, root a link"):
         place = folder / f"serving{len(cases)}"
         env = environment(folder / "link/cache" if name.endswith("link") else None)
@@ -122,7 +123,7 @@ def serving_starts(folder: Path) -> Lines:
             (site_packages(executable) / "sglang_jitfix.pth").write_text("")
         command = [str(executable), "-c", ""]
         timed(command, env)  # which writes bytecode
-        cases[name] = lambda command=command, env=env: timed(command, env)
+        cases[name] = partial(timed, command, env)
     serving = ratios(alternate(cases, 400), "empty `.pth`")
     return ["Where SGLang and all that it requires are installed:", "", *serving]
 
