@@ -76,7 +76,7 @@ def main(plan: dict[str, Any]) -> list[dict[str, Any]]:
             )
             loads.append(loader.remote().load.remote(plan["source"], actor["chdir"]))
         print(f"waiting for {len(loads)} actors to import SGLang", file=sys.stderr, flush=True)
-        reports: list[dict[str, Any]] = ray.get(loads, timeout=270)
+        reports: list[dict[str, Any]] = ray.get(loads, timeout=540)
         return reports
     finally:
         ray.shutdown()

@@ -16,7 +16,7 @@ def nodes(cpu: Cpu, folder: Path, loads: Path, shim: str) -> Iterator[list[Serve
     """Both nodes, started: one rank on each, the first one serves. Each works in a folder of
     its own, and has its own link to the root."""
     group = {"tp_size": 2, "nnodes": 2, "dist_init_addr": f"127.0.0.1:{stack.free_port()}"}
-    settings = {**cpu.env, **cpu.plugin, stack.LOADS: str(loads)}
+    settings = {**cpu.plugin, stack.LOADS: str(loads)}
     with ExitStack() as exits:
         servers = []
         for rank, (given, work) in enumerate(

@@ -77,7 +77,7 @@ def run_cluster(place: Place, source: Path, shim: str, ray_folder: Path) -> list
         text=True,
     )
     try:
-        out, err = driver.communicate(timeout=400)
+        out, err = driver.communicate(timeout=600)
     finally:
         driver.kill()
         driver.wait()

@@ -148,7 +148,7 @@ def test_created_again(cpu: Cpu, tmp_path: Path) -> None:
         (str(folder / "link/not/yet"), [("Runtime", KEY), ("Engine", KEY)], warm, FORBID),
     ]
     for root, each, loads, settings in lives:
-        env = environment(root, **cpu.env, **cpu.plugin, **settings, **{stack.LOADS: str(loads)})
+        env = environment(root, **cpu.plugin, **settings, **{stack.LOADS: str(loads)})
         with running(cpu, each, folder, env) as witness:
             witness.wait()
         [line] = re.findall(r"^tokens (.*)$", stack.text(witness.log), re.MULTILINE)
@@ -172,7 +172,7 @@ def test_created_once_without_the_shim(cpu: Cpu, tmp_path: Path) -> None:
     are in test_weight_cache.py.)"""
     folder = linked(tmp_path)
     loads = folder / "loads"
-    env = environment("link/not/yet", "off", **cpu.env, **cpu.plugin, **{stack.LOADS: str(loads)})
+    env = environment("link/not/yet", "off", **cpu.plugin, **{stack.LOADS: str(loads)})
     with running(cpu, [("Runtime", None)], folder, env) as witness:
         roots = witness.roots(3)  # of the server, its scheduler and its detokenizer
         reports = stack.wait_for_loads(loads, 2, witness.process, witness.log)

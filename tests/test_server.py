@@ -28,7 +28,7 @@ def started(
 ) -> tuple[Server, Path]:
     """A server with *given* as root, working in *folder*, and the file its loads go into."""
     loads = folder / f"{name}.loads"
-    settings = {**cpu.env, **cpu.plugin, stack.LOADS: str(loads), **settings}
+    settings = {**cpu.plugin, stack.LOADS: str(loads), **settings}
     env = environment(given, shim, **settings)
     arguments = {**cpu.arguments, "tp_size": ranks}
     return Server(arguments, folder / f"{name}.log", folder, env, key), loads

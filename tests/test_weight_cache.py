@@ -133,7 +133,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, cpu: stack.Cpu) -> Iterator
     )
     env = {
         **cpu.env,
-        "PYTHONPATH": str(plugins),
+        "PYTHONPATH": f"{plugins}:{cpu.env['PYTHONPATH']}",
         "SGLANG_WEIGHT_CACHE_SOCKET_TEMPLATE": str(folder / "{device_uuid}.sock"),
         "SGLANG_WEIGHT_CACHE_READY_TEMPLATE": str(folder / "{device_uuid}.ready"),
     }
