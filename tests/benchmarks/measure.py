@@ -119,8 +119,11 @@ def serving_starts(folder: Path) -> Lines:
         sync = ("uv", "sync", "-q", "--no-dev", "--extra", "sglang", "--no-editable")
         run(*sync, cwd=REPOSITORY, env={**env, "UV_PROJECT_ENVIRONMENT": str(place)})
         executable = place / "bin" / "python"
+        start_up_file = site_packages(executable) / "sglang_jitfix.pth"
+        assert "sglang_jitfix.init()" in start_up_file.read_text()
         if not cases:
-            (site_packages(executable) / "sglang_jitfix.pth").write_text("")
+            start_up_file.unlink()  # uv may have linked it to the file in its cache
+            start_up_file.touch()
         command = [str(executable), "-c", ""]
         timed(command, env)  # which writes bytecode
         cases[name] = partial(timed, command, env)
