@@ -29,9 +29,11 @@ from support import environment, python
 
 @dataclass(frozen=True)
 class Answer:
-    """The compiles of each worker, and the seconds until the last of them had its module."""
+    """The compiles of each worker and the seconds that its load took, and the seconds from the
+    first fork until the last of them had its module."""
 
     compiles: list[int]
+    loads: list[float]
     seconds: float
 
 
@@ -87,15 +89,18 @@ class Forks(Forker):
         """
         self.ask(count=count, cwd=str(cwd), variables=dict(variables))
         outcomes, seconds = self.answer()
-        assert [type(outcome) for outcome in outcomes] == [int] * count, outcomes
-        return Answer(outcomes, seconds)
+        assert [type(outcome) for outcome in outcomes] == [dict] * count, outcomes
+        compiles, loads = ([each[name] for each in outcomes] for name in ("compiles", "seconds"))
+        return Answer(compiles, loads, seconds)
 
     def hits(self, variables: Mapping[str, str], cwd: Path | str = ".") -> bool:
         """Whether a worker that may not compile, as at a restart, loads the module."""
         self.ask(count=1, cwd=str(cwd), variables={**variables, **FORBID})
         [outcome], _ = self.answer()
-        assert outcome == 0 or "has no usable cached build" in outcome, outcome
-        return bool(outcome == 0)
+        if isinstance(outcome, str):
+            assert "has no usable cached build" in outcome, outcome
+            return False
+        return bool(outcome["compiles"] == 0)
 
 
 @contextmanager
@@ -110,19 +115,19 @@ def forks(source: Path, env: Mapping[str, str], cwd: Path | None = None) -> Iter
 
 
 def hands_down(given: str, cwd: Path, **extra: str) -> dict[str, str]:
-    """The cache root that a new interpreter, started in *cwd* with *given* as its root, has in
-    store for its children, and *extra*, which it was given as well."""
+    """*extra*, and the cache root that an interpreter passes on to its children if it is started
+    in *cwd* with *given* as its root and with *extra*."""
     code = f"import os, sys; sys.stdout.buffer.write(os.environb[b{ROOT!r}])"
     return {ROOT: python(code, env=environment(given, **extra), cwd=cwd), **extra}
 
 
 def work(source: str, request: dict[str, Any], pipe: int) -> NoReturn:
-    """Load once and write the compiles, or the error's text, to *pipe* as one line of JSON."""
-    outcome: int | str = ""
+    """Load once and write the probe's report, or the error's text, to *pipe* as a line of JSON."""
+    outcome: dict[str, Any] | str = ""
     try:
         os.environ.update(request["variables"])
         os.chdir(request["cwd"])
-        outcome = probe.load(source)["compiles"]
+        outcome = probe.load(source)
     except Exception as error:
         outcome = repr(error)[-2000:]  # so little is written to a pipe as one piece
     finally:
@@ -130,7 +135,7 @@ def work(source: str, request: dict[str, Any], pipe: int) -> NoReturn:
         os._exit(0)
 
 
-def answer(source: str, request: dict[str, Any]) -> tuple[list[int | str], float]:
+def answer(source: str, request: dict[str, Any]) -> tuple[list[dict[str, Any] | str], float]:
     """The outcomes of the workers of *request*, and the seconds they took together."""
     reader, writer = os.pipe()
     start = time.perf_counter()

@@ -28,6 +28,8 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Under `uv run` Ray would start its workers with another `uv run`.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Workers rename themselves, which would write over the environment that ps shows.
+    "SPT_NOENV": "1",
 }
 
 

@@ -3,6 +3,7 @@
 Real are SGLang, its processes, sockets and compiler. Stand-ins are the CUDA driver
 library (one symbol, so that SGLang's kernel library loads without a driver) and the
 model (the architecture of Qwen2, two small layers, weights that SGLang itself makes up).
+To be quicker the processes do not use torch.compile and collect less garbage: see `cpu`.
 """
 
 from __future__ import annotations
@@ -294,10 +295,16 @@ def start(
         )
 
 
-def wait_for(what: str, answer: Callable[[], T], process: subprocess.Popen[bytes], log: Path) -> T:
+def wait_for(
+    what: str,
+    answer: Callable[[], T],
+    process: subprocess.Popen[bytes],
+    log: Path,
+    seconds: float = 600,
+) -> T:
     """The first true *answer*. AssertionError, with *log* and *what* was waited for, if
-    *process* ends before it or after ten minutes."""
-    deadline = time.monotonic() + 600
+    *process* ends before it or after so many *seconds*."""
+    deadline = time.monotonic() + seconds
     while not (got := answer()):
         if process.poll() is not None and not (got := answer()):
             raise AssertionError(f"ended, waiting for {what}: {text(log)}")
@@ -461,14 +468,15 @@ class Witness:
         wait_for(f"{count} child processes", enough, self.process, self.log)
         return list(self.seen.values())
 
-    def wait(self) -> None:
-        """Look on until the process ends; AssertionError if its exit status is not 0."""
+    def wait(self, seconds: float) -> None:
+        """Look on until the process ends; AssertionError if its exit status is not 0, or after
+        so many *seconds*."""
 
         def ended() -> bool:
             self.look()
             return self.process.poll() is not None
 
-        wait_for(f"the end of process {self.process.pid}", ended, self.process, self.log)
+        wait_for(f"the end of process {self.process.pid}", ended, self.process, self.log, seconds)
         assert self.process.returncode == 0, text(self.log)
 
 

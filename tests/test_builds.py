@@ -1,8 +1,9 @@
 """Real builds by the real ``load_jit``, for every spelling of the root.
 
-An interpreter is started with the spelling; what it hands down to its children is given to
-two that load, the second one forbidden to compile. Those are forked from a process that
-has imported SGLang. (Fresh ones all along: eight at once below, and `sglang-jitfix verify`.)
+With the shim an interpreter is started with the spelling, and the variable that it hands
+down to its children, the real path, is given to two that load, the second one forbidden to
+compile. Without the shim they are given the spelling itself. They are forked from a process
+that has imported SGLang. (Fresh ones all along: eight at once below, and in test_verify.py.)
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def check(
     """
     place = lay(tmp_path / "on")
     variables = hands_down(at(place, given), place.folder, **place.env)
+    assert variables[ROOT] == os.path.realpath(variables[ROOT])
     assert load_twice(on, variables, place) == GOOD
 
     place = lay(tmp_path / "off")

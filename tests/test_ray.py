@@ -28,7 +28,10 @@ def ray_folder() -> Iterator[Path]:
     # Workers end by themselves once they miss their node, but take their time.
     while running := of_cluster(folder):  # a node that still runs starts new workers
         for process in running:
-            process.kill()
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
         psutil.wait_procs(running, timeout=10)
     shutil.rmtree(folder)
 
@@ -77,7 +80,7 @@ def run_cluster(place: Place, source: Path, shim: str, ray_folder: Path) -> list
         text=True,
     )
     try:
-        out, err = driver.communicate(timeout=600)
+        out, err = driver.communicate(timeout=750)
     finally:
         driver.kill()
         driver.wait()

@@ -29,7 +29,8 @@ def test_restart_on_each_release(source: Path, tmp_path: Path, version: str) -> 
     """The release's wheel without its dependencies, laid over the environment's own.
 
     The first process finds its root by the default and a linked home, the second by
-    the variable and the same link: both must mean the folder that the table says.
+    the variable and the same link, which the shim makes the real path before: both must
+    mean the folder that the table says.
     """
     package = tmp_path / "package"
     run("uv", "pip", "install", "-q", "--target", package, "--no-deps", f"sglang=={version}")

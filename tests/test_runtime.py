@@ -131,6 +131,7 @@ def test_regression_case_default(tmp_path: Path, given: str | None, below_home: 
     assert found == {"on": [physical, physical], "off": [given, physical]}
 
 
+@pytest.mark.timeout(1800)  # six starts, one after the other
 def test_created_again(cpu: Cpu, tmp_path: Path) -> None:
     """A Runtime and an Engine, with a key, then each without in the same process, then each with
     one in a new process: one compile."""
@@ -150,7 +151,7 @@ def test_created_again(cpu: Cpu, tmp_path: Path) -> None:
     for root, each, loads, settings in lives:
         env = environment(root, **cpu.plugin, **settings, **{stack.LOADS: str(loads)})
         with running(cpu, each, folder, env) as witness:
-            witness.wait()
+            witness.wait(1500)
         [line] = re.findall(r"^tokens (.*)$", stack.text(witness.log), re.MULTILINE)
         tokens += json.loads(line)
         seen += witness.seen.values()

@@ -128,6 +128,6 @@ def test_default_and_home_without_the_shim(cpu: Cpu, tmp_path: Path, home: Path)
     with server:
         assert compiles_of(loads, 2, server) == [1, 1]
     assert len(staging_entries(tmp_path / "elsewhere")) == 2
-    home_variable = {"HOME": str(home), **FORBID}
+    settings = {"HOME": str(home), **FORBID}
     spelled = "~/.cache/sglang/jit"
-    assert fails(*started(cpu, tmp_path, "again", spelled, "off", None, 1, **home_variable))
+    assert fails(*started(cpu, tmp_path, "again", spelled, "off", None, 1, **settings))

@@ -2,8 +2,8 @@
 
     uv run python tests/benchmarks/measure.py [PART]...
 
-The parts are starts, import, load, look-up and restart; without one it measures all (about ten
-minutes on two cores) and writes results.md and restart.svg beside this file. What is
+The parts are starts, import, load, look-up and restart; without one it measures all (about a
+quarter of an hour on two cores) and writes results.md and restart.svg beside this file. What is
 compared is measured alternately in this one run, and what counts are the ratios of
 medians: absolute times mean little on a shared machine.
 """
@@ -18,21 +18,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from forks import Answer, forks  # noqa: E402
+from forks import Answer, Forks, forks  # noqa: E402
 from sglang_jitfix import ROOT, releases  # noqa: E402
 from sglang_jitfix.cli import probe  # noqa: E402
 from support import (  # noqa: E402
     REPOSITORY,
     environment,
-    load_once,
     new_environment,
     run,
     site_packages,
@@ -116,7 +116,8 @@ def serving_starts(folder: Path) -> Lines:
     for name in ("empty `.pth`", "sglang-jitfix, root unset", "sglang-jitfix, root a link"):
         place = folder / f"serving{len(cases)}"
         env = environment(folder / "link/cache" if name.endswith("link") else None)
-        sync = ("uv", "sync", "-q", "--no-dev", "--extra", "sglang", "--no-editable")
+        sync = ["uv", "sync", "-q", "-p", sys.executable, "--no-dev", "--extra", "sglang"]
+        sync += ["--no-editable", "--reinstall-package", "sglang-jitfix"]
         run(*sync, cwd=REPOSITORY, env={**env, "UV_PROJECT_ENVIRONMENT": str(place)})
         executable = place / "bin" / "python"
         start_up_file = site_packages(executable) / "sglang_jitfix.pth"
@@ -141,17 +142,33 @@ def imports(folder: Path) -> Lines:
 
 
 def loads(folder: Path) -> Lines:
-    """A warm load in a fresh process: through a link with the shim, by plain path without."""
+    """A warm load, the first of its process: through a link with the shim, by plain path without.
+
+    The processes are forked from some that have imported SGLang, so that there can be many.
+    Three on each side, since those differ by a few percent among themselves."""
     source = folder / "probe.cpp"
     source.write_text(probe.SOURCE)
-    plain, linked = environment(folder / "plain", "off"), environment(folder / "link/cache")
-    for env in (plain, linked):
-        load_once(source, env, folder)
-    cases = {
-        "plain path, without": lambda: float(load_once(source, plain, folder)["seconds"]),
-        "link, with": lambda: float(load_once(source, linked, folder)["seconds"]),
+    environments = {
+        "plain path, without": environment(folder / "plain", "off"),
+        "link, with": environment(folder / "link/cache"),
     }
-    return ratios(alternate(cases, 15), "plain path, without")
+    with ExitStack() as exits:
+        running: dict[str, list[Forks]] = {name: [] for name in environments}
+        for number in range(3):
+            for name in list(environments)[:: 1 if number % 2 else -1]:
+                each = exits.enter_context(forks(source, environments[name]))
+                each.load(1, {})  # the very first compiles
+                running[name].append(each)
+        cases = {name: partial(warm, cycle(each)) for name, each in running.items()}
+        return ratios(alternate(cases, 300), "plain path, without")
+
+
+def warm(running: Iterator[Forks]) -> float:
+    """Seconds of one load in a new worker of the next process, which must not compile."""
+    answer = next(running).load(1, {})
+    assert answer.compiles == [0]
+    [seconds] = answer.loads
+    return seconds
 
 
 def look_ups(folder: Path) -> Lines:
