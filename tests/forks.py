@@ -38,17 +38,22 @@ class Answer:
 
 
 class Forker:
-    """A process that imports SGLang once and then forks, of *script* (this one or storm.py).
+    """A process that imports SGLang once and then forks, of *script*.
 
     It is asked, and answers, in lines of JSON; its first answer is "ready".
     """
 
     def __init__(
-        self, script: str, source: Path, env: Mapping[str, str], cwd: Path | None = None
+        self,
+        script: str,
+        source: Path,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        executable: str | Path = sys.executable,
     ) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by end()
         self.process = subprocess.Popen(
-            [sys.executable, script, source],
+            [executable, script, source],
             env=dict(env),
             cwd=cwd,
             stdin=subprocess.PIPE,

@@ -1,8 +1,12 @@
-"""A cache as the commands read it, without SGLang: its root, scopes, leaves and left-overs."""
+"""A cache as the commands read it, without SGLang: its root, scopes, leaves and left-overs.
+
+Whatever lies in it, nothing here waits for ever or reads without bound.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -16,6 +20,8 @@ from sglang_jitfix.cli.errors import CommandError
 OK, POISONED, UNREADABLE, INCOMPLETE = "ok", "poisoned", "unreadable", "incomplete"
 # SGLang looks at names that begin with "deps-" only, so it never sees ours.
 OURS = ".sglang-jitfix-"
+# Bytes. A manifest of two thousand headers has 300 kB, the largest header of CUDA 13 a few MB.
+MAX_TEXT, MAX_DEPENDENCY = 16 << 20, 256 << 20
 
 
 def root_setting(environment: Mapping[str, str | None]) -> tuple[str, str | None]:
@@ -64,6 +70,12 @@ class Leaf:
     reason: str  # why it is not ok; empty if it is
     entries: tuple[leaves.Entry, ...]
     own: tuple[leaves.Entry, ...]  # those of its entries that poison it
+    is_folder: bool = True  # looked at where it is incomplete
+
+    @property
+    def is_to_mend(self) -> bool:
+        """Whether it is poisoned, or seems to be but is not named after its list."""
+        return self.status == POISONED or (self.status == UNREADABLE and bool(self.own))
 
     @property
     def good_name(self) -> str:
@@ -73,7 +85,8 @@ class Leaf:
     @property
     def good_entries(self) -> list[leaves.Entry]:
         """The entries that SGLang would have written."""
-        return [entry for entry in self.entries if entry not in self.own]
+        own = set(self.own)
+        return [entry for entry in self.entries if entry not in own]
 
 
 def examine(path: Path) -> Leaf:
@@ -81,14 +94,19 @@ def examine(path: Path) -> Leaf:
     scope = path.parent
     entries: tuple[leaves.Entry, ...] = ()
     own: tuple[leaves.Entry, ...] = ()
+
+    def leaf(status: str, reason: str) -> Leaf:
+        is_folder = status != INCOMPLETE or (path.is_dir() and not path.is_symlink())
+        return Leaf(path, status, reason, entries, own, is_folder)
+
     try:
-        entries = tuple(leaves.decode(_read(path / leaves.MANIFEST)))
+        entries = tuple(leaves.decode(read(path / leaves.MANIFEST)))
     except (FileNotFoundError, NotADirectoryError):
-        return Leaf(path, INCOMPLETE, f"no {leaves.MANIFEST}", entries, own)
+        return leaf(INCOMPLETE, f"no {leaves.MANIFEST}")
     except OSError as error:
-        return Leaf(path, UNREADABLE, str(error.strerror), entries, own)
+        return leaf(UNREADABLE, str(error.strerror))
     except ValueError as error:
-        return Leaf(path, UNREADABLE, str(error), entries, own)
+        return leaf(UNREADABLE, str(error))
     own = tuple(
         entry
         for entry in entries
@@ -98,14 +116,14 @@ def examine(path: Path) -> Leaf:
     )
     library = f"{scope.parent.name}.so"
     if not _is_file_with_content(path / library):
-        return Leaf(path, INCOMPLETE, f"no {library}", entries, own)
+        return leaf(INCOMPLETE, f"no {library}")
     if path.name != leaves.LEAF_PREFIX + leaves.deps_key(entries):
-        return Leaf(path, UNREADABLE, "its list does not give its name", entries, own)
+        return leaf(UNREADABLE, "its list does not give its name")
     if not own:
-        return Leaf(path, OK, "", entries, own)
+        return leaf(OK, "")
     if len(own) == len(entries):  # SGLang would not have published it
-        return Leaf(path, UNREADABLE, "it lists nothing but its own unit", entries, own)
-    return Leaf(path, POISONED, "its list names its own unit, which is gone", entries, own)
+        return leaf(UNREADABLE, "it lists nothing but its own unit")
+    return leaf(POISONED, "its list names its own unit, which is gone")
 
 
 def _is_file_with_content(path: Path) -> bool:
@@ -125,12 +143,27 @@ def _is_gone(entry: leaves.Entry, scope: Path) -> bool:
     )
 
 
-def _read(path: Path) -> bytes:
-    # Not blocking, because something that is no file might never end.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+def read(path: Path, limit: int = MAX_TEXT) -> bytes:
+    """The bytes of the regular file at *path*.
+
+    Raises OSError, also where it is no such file or has more than *limit* bytes.
+    """
+    with open(path, "rb", opener=_open) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return file.read()
+        content = file.read(limit + 1)
+    if content is None or len(content) > limit:  # None: /proc has files that never end
+        raise OSError(errno.EFBIG, f"more than {limit >> 20} MiB", str(path))
+    return content
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # what is no file might never end
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of the file at *path*, as manifests record it; raises OSError like read()."""
+    return hashlib.sha256(read(path, MAX_DEPENDENCY)).hexdigest()
 
 
 class Cache:
@@ -187,16 +220,20 @@ def modified(path: Path) -> int:
 
 def size(path: Path) -> int:
     """The bytes of all files at and below *path*, less those that cannot be looked at."""
-    try:
-        info = path.lstat()
-        if not stat.S_ISDIR(info.st_mode):
-            return info.st_size
-        with os.scandir(path) as listing:
-            return sum(
-                size(Path(entry.path))
-                if entry.is_dir(follow_symlinks=False)
-                else entry.stat(follow_symlinks=False).st_size
-                for entry in listing
-            )
-    except OSError:
-        return 0
+    total, ahead = 0, [os.fspath(path)]
+    while ahead:
+        try:
+            info = os.lstat(here := ahead.pop())
+            if stat.S_ISDIR(info.st_mode):
+                with os.scandir(here) as listing:
+                    ahead.extend(entry.path for entry in listing)
+            else:
+                total += info.st_size
+        except OSError:
+            pass
+    return total
+
+
+def place(path: Path) -> dict[str, str]:
+    """The names that lead to the leaf or left-over at *path*."""
+    return dict(zip(("target", "module", "build", "leaf"), path.parts[-4:], strict=True))

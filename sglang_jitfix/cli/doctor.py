@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from importlib import metadata
@@ -12,28 +11,16 @@ from typing import Any
 
 import sglang_jitfix
 from sglang_jitfix import releases
-from sglang_jitfix.cli import caches, output, repair
+from sglang_jitfix.cli import caches, output, plan
 
 MAX_LINKS = 40  # as many as Linux follows in one path, path_resolution(7)
-
-
-def add_parser(commands: Any) -> None:
-    """Add this command to *commands*, argparse's sub-parsers."""
-    parser = commands.add_parser(
-        "doctor",
-        help="show the shim's state, the cache root link by link, and hints",
-        description="Shows what the shim does here. Imports neither SGLang nor torch.",
-    )
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="default: SGLang's own")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; always 0."""
     report = examine(arguments.root)
     if arguments.json:
-        print(json.dumps(report, indent=2))
+        output.show_json(report)
     else:
         show(report)
     return 0
@@ -86,11 +73,14 @@ def waste(root: str | None) -> dict[str, int | None]:
     names = ("poisoned_leaves", "wasted_compiles", "wasted_bytes")
     if root is None or not os.path.isdir(root):
         return dict.fromkeys(names)
-    dry = repair.Repair(caches.Cache(Path(root)), dry_run=True, staging_age=None)
-    dry.run()
-    report = dry.report()
-    copies = report["merged"]
-    return dict(zip(names, (report["mended"] + copies, copies, report["freed_bytes"]), strict=True))
+    cache = caches.Cache(Path(root))
+    poisoned, copies = 0, []
+    for scope in cache.scopes():
+        found = [caches.examine(path) for path in cache.leaves(scope)]
+        poisoned += sum(leaf.status == caches.POISONED for leaf in found)
+        copies += [step.path for step in plan.steps(found) if step.action == plan.MERGED]
+    wasted = sum(map(caches.size, copies))
+    return dict(zip(names, (poisoned, len(copies), wasted), strict=True))
 
 
 def startup_file() -> str | None:
@@ -192,6 +182,13 @@ def hints(report: dict[str, Any]) -> list[str]:
         found.append(
             "Poisoned leaves are good builds that SGLang finds only with the shim on. To mend them"
             " for good, type `sglang-jitfix repair`; add --dry-run to see first what it would do."
+        )
+    variable = "CUDA_HOME" if os.environ.get("CUDA_HOME") else "CUDA_PATH"
+    toolkit = os.environ.get(variable)
+    if toolkit and toolkit != os.path.realpath(toolkit):
+        found.append(
+            f"{variable} is {toolkit!a}, which is {os.path.realpath(toolkit)!a}: builds are found"
+            " only by launches that spell it alike."
         )
     if os.environ.get("SGLANG_CACHE_DIR"):
         found.append(

@@ -1,9 +1,13 @@
-"""``sglang-jitfix ls``: every leaf of a cache and its state."""
+"""``sglang-jitfix ls``: every leaf of a cache and its state.
+
+``--json`` prints a list of objects, one for each leaf and left-over: ``target``,
+``module``, ``build`` and ``leaf`` (the names that lead to it), ``status``, ``size_bytes``,
+``modified`` (UTC, ISO 8601), ``dependencies`` (how many its manifest lists).
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,21 +17,7 @@ from typing import Any
 from sglang_jitfix.cli import caches, output
 
 STAGING = "staging"
-
-
-def add_parser(commands: Any) -> None:
-    """Add this command to *commands*, argparse's sub-parsers."""
-    parser = commands.add_parser(
-        "ls",
-        help="list the builds in a cache and tell the poisoned ones",
-        description="Lists every leaf, newest first in its scope, and left-over staging folders."
-        " Status ok: SGLang can use it. poisoned: good, but without the shim never found."
-        " unreadable: the manifest is not what SGLang wrote. incomplete: a part is missing."
-        " staging: a build in progress or its left-over. Imports neither SGLang nor torch.",
-    )
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="default: SGLang's own")
-    parser.add_argument("--json", action="store_true", help="print a list of JSON objects")
-    parser.set_defaults(run=run)
+HEADS = ["target", "module", "build", "leaf", "status", ">size", "modified", ">deps"]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,13 +25,10 @@ def run(arguments: argparse.Namespace) -> int:
     cache = caches.Cache(caches.find_root(arguments.root))
     found = list(output.counted(rows(cache), "leaves"))
     if arguments.json:
-        dated = [{**one, "modified": output.moment(one["modified"])} for one in found]
-        print(json.dumps(dated, indent=2))
+        output.show_json([{**one, "modified": output.moment(one["modified"])} for one in found])
     else:
         show(found)
-    for problem in cache.problems:
-        output.say(f"sglang-jitfix: {problem}")
-    return 2 if cache.problems else 0
+    return output.finish(cache.problems, 0)
 
 
 def rows(cache: caches.Cache) -> Iterator[dict[str, Any]]:
@@ -57,7 +44,7 @@ def rows(cache: caches.Cache) -> Iterator[dict[str, Any]]:
 def row(path: Path, status: str, dependencies: int) -> dict[str, Any]:
     """The object of the leaf or left-over at *path*."""
     return {
-        **place(path),
+        **caches.place(path),
         "status": status,
         "size_bytes": caches.size(path),
         "modified": caches.modified(path),
@@ -65,16 +52,10 @@ def row(path: Path, status: str, dependencies: int) -> dict[str, Any]:
     }
 
 
-def place(path: Path) -> dict[str, str]:
-    """The names that lead to the leaf at *path*."""
-    return dict(zip(("target", "module", "build", "leaf"), path.parts[-4:], strict=True))
-
-
 def show(found: list[dict[str, Any]]) -> None:
     """Print *found* for people."""
     if found:
-        heads = ["target", "module", "build", "leaf", "status", ">size", "modified", ">deps"]
-        print(output.table(heads, [cells(one) for one in found]))
+        print(output.table(HEADS, [cells(one) for one in found]))
     counts = Counter(one["status"] for one in found)
     total = sum(one["size_bytes"] for one in found)
     leaves = output.plural(len(found) - counts[STAGING], "leaf", "leaves")
@@ -87,5 +68,5 @@ def cells(one: dict[str, Any]) -> list[str]:
     when = output.moment(one["modified"])
     if one["status"] == STAGING:
         when = output.age(time.time() - one["modified"] / 1e9) + " old"
-    names = [one[name] for name in ("target", "module", "build", "leaf", "status")]
+    names = [one[name] for name in HEADS[:5]]
     return [*names, output.size(one["size_bytes"]), when, str(one["dependencies"])]

@@ -1,7 +1,8 @@
-"""How the commands print: tables, names, sizes, times, and progress on a terminal."""
+"""How the commands print: tables, names, sizes, times, JSON, and progress on a terminal."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +31,11 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for line in lines
     ]
     return "\n".join(aligned)
+
+
+def show_json(value: object) -> None:
+    """Print *value* as JSON for scripts."""
+    print(json.dumps(value, indent=2))
 
 
 def size(count: int) -> str:
@@ -66,6 +72,14 @@ def moment(nanoseconds: int) -> str:
 def say(text: str) -> None:
     """Tell the user on stderr; stdout is for the result."""
     print(printable(text), file=sys.stderr, flush=True)
+
+
+def finish(problems: Iterable[str], status: int) -> int:
+    """The exit status of a command: *status*, or 2 after telling of *problems*."""
+    for problem in problems:
+        say(f"sglang-jitfix: {problem}")
+        status = 2
+    return status
 
 
 def counted(items: Iterable[Item], noun: str) -> Iterator[Item]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -17,21 +16,9 @@ from typing import Any
 import sglang_jitfix
 from sglang_jitfix import releases
 from sglang_jitfix.cli import output, probe
-from sglang_jitfix.cli.errors import CommandError
+from sglang_jitfix.cli.errors import CommandError, require_sglang
 
 PROCESSES = 3
-
-
-def add_parser(commands: Any) -> None:
-    """Add this command to *commands*, argparse's sub-parsers."""
-    parser = commands.add_parser(
-        "verify",
-        help="prove on this machine that the shim works (a minute or two)",
-        description="Builds one small C++ module with the installed SGLang under a temporary"
-        f" linked cache root, in {PROCESSES} fresh processes with the shim off and"
-        f" {PROCESSES} with it on. Exit status 0 if the shim makes it one compile and then none.",
-    )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,8 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_parts() -> str:
     """SGLang's version; raises CommandError if a part that SGLang builds with is missing."""
-    if importlib.util.find_spec("sglang") is None:
-        raise CommandError(f"no SGLang in {sys.prefix}: install sglang-jitfix beside it")
+    require_sglang()
     compiler = os.environ.get("CXX") or "c++"
     for tool, remedy in (
         (compiler, "install a C++ compiler or set CXX"),

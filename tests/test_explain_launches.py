@@ -1,0 +1,225 @@
+"""``sglang-jitfix explain`` against real launches that may not compile, in many environments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from cachekit import cuda_home
+from launches import MODULES, ON_THE_GPU, Launches, module_of, write_sources
+from sglang_jitfix import ROOT
+from stack import FORBID
+from support import environment
+
+EVERY = list(MODULES)
+POISONED = [name for name in EVERY if "poisoned" in name]
+
+
+class Place(NamedTuple):
+    """A folder with the sources, a cache of all modules in ``cache``, and ``link`` to it."""
+
+    folder: Path
+    source: Path
+    on: Launches
+    off: Launches
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+
+def fill(launches: Launches, folder: Path) -> None:
+    """Build all modules in ``folder/cache``, those that are to be poisoned through a link."""
+    (folder / "cache").mkdir()
+    (folder / "link").symlink_to("cache")
+    for root, poisoned in (("cache", False), ("link", True)):
+        names = [name for name in EVERY if (name in POISONED) == poisoned]
+        built = launches.load(names, {ROOT: str(folder / root)})
+        assert built == dict.fromkeys(names, "built")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("launches").resolve()
+    source = write_sources(folder / "source")
+    variables = {"CUDA_HOME": cuda_home()}
+    started = []
+    try:
+        for shim in ("on", "off"):
+            started.append(Launches(source, environment(None, shim, **variables)))
+        made = Place(folder, source, *started)
+        fill(made.off, folder)
+        yield made
+    finally:
+        for launches in started:
+            launches.end()
+
+
+class Environment(NamedTuple):
+    """What a launch is given, what of the modules it hits, and what explain says of the rest."""
+
+    variables: dict[str, str]
+    hits: list[str]
+    differs: frozenset[str] = frozenset()
+    advice: str | None = None  # part of it
+    path: str = ""
+
+
+CPP = [name for name in EVERY if name not in ON_THE_GPU]
+
+
+def same(place: Place) -> Environment:
+    return Environment({}, EVERY)
+
+
+def toolkit_through_a_link(place: Place) -> Environment:
+    (place.folder / "toolkit").symlink_to(cuda_home())
+    home = str(place.folder / "toolkit")
+    return Environment(
+        {"CUDA_HOME": home}, [], frozenset({"nvcc"}), f"with CUDA_HOME={cuda_home()} "
+    )
+
+
+def toolkit_with_a_slash(place: Place) -> Environment:
+    home = cuda_home()
+    return Environment(
+        {"CUDA_HOME": f"{home}/"}, CPP, frozenset({"library path"}), f"CUDA_HOME={home} "
+    )
+
+
+def toolkit_with_dots(place: Place) -> Environment:
+    home = f"{cuda_home()}/bin/.."
+    return Environment(
+        {"CUDA_HOME": home}, [], frozenset({"nvcc"}), "the same CUDA toolkit, spelled otherwise"
+    )
+
+
+def toolkit_by_its_other_variable(place: Place) -> Environment:
+    return Environment({"CUDA_HOME": "", "CUDA_PATH": cuda_home()}, EVERY)
+
+
+def compiler_by_its_default_name(place: Place) -> Environment:
+    return Environment({"CXX": "c++"}, EVERY)
+
+
+def compiler_spelled_out(place: Place) -> Environment:
+    path = shutil.which("c++")
+    assert path is not None
+    return Environment(
+        {"CXX": path}, [], frozenset({"cxx"}), "the same compiler, spelled otherwise"
+    )
+
+
+def compiler_of_another_version(place: Place) -> Environment:
+    return Environment({"CXX": str(wrapper(place))}, [], frozenset({"cxx"}), "with CXX=c++ SGLang")
+
+
+def compiler_of_that_name_replaced(place: Place) -> Environment:
+    path = f"{wrapper(place).parent}:{os.environ['PATH']}"
+    return Environment({"PATH": path}, [], frozenset({"versions"}))
+
+
+def wrapper(place: Place) -> Path:
+    """A C++ compiler that says it is another."""
+    path = place.folder / "bin" / "c++"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exec echo 99\nexec {shutil.which("c++")} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def toolkit_and_compiler(place: Place) -> Environment:
+    variables = {"CUDA_HOME": f"{cuda_home()}/./", "CXX": str(wrapper(place))}
+    return Environment(variables, [], frozenset({"nvcc", "cxx"}), " CXX=c++ SGLang")
+
+
+def package_of_another_version(place: Place) -> Environment:
+    """Made up by its metadata alone."""
+    metadata = place.folder / "path" / "torch-99.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 99\n")
+    return Environment({}, [], frozenset({"versions"}), path=str(metadata.parents[1]))
+
+
+def report_of_resources(place: Place) -> Environment:
+    return Environment({"SGLANG_JIT_LOG_RESOURCE_USAGE": "1"}, [], frozenset({"flag"}))
+
+
+def compiling_again_by_order(place: Place) -> Environment:
+    return Environment({"SGLANG_JIT_FORCE_RECOMPILE": "1"}, [])
+
+
+ENVIRONMENTS = [
+    same,
+    toolkit_through_a_link,
+    toolkit_with_a_slash,
+    toolkit_with_dots,
+    toolkit_by_its_other_variable,
+    compiler_by_its_default_name,
+    compiler_spelled_out,
+    compiler_of_another_version,
+    compiler_of_that_name_replaced,
+    toolkit_and_compiler,
+    package_of_another_version,
+    report_of_resources,
+    compiling_again_by_order,
+]
+
+
+def compare(
+    launches: Launches, root: Path, given: Environment, names: list[str] = EVERY
+) -> dict[str, list[dict[str, Any]]]:
+    """What explain says, by module, once it is seen to be what launches find."""
+    variables = {**given.variables, **FORBID, ROOT: str(root)}
+    real = launches.load(names, variables, given.path)
+    assert real == {name: "hit" if name in given.hits else "miss" for name in names}
+    status, rows, said = launches.explain(variables, "--root", str(root), path=given.path)
+    assert status == 0, said
+    told: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for row in rows:
+        (name,) = (name for name in MODULES if module_of(name) == row["module"])
+        if name in told:
+            told[name].append(row)
+    assert {name: {row["verdict"] for row in told[name]} for name in names} == {
+        name: {real[name]} for name in names
+    }
+    for row in (row for rows in told.values() for row in rows):
+        assert row["hit"] == (row["verdict"] == "hit")
+        reasons = row["differs"] or row["changed"] or row["vanished"] or row["reason"]
+        assert row["hit"] or reasons, "a miss that names no reason"
+    return told
+
+
+@pytest.mark.parametrize("make", ENVIRONMENTS, ids=lambda make: make.__name__)
+def test_environment(place: Place, make: Callable[[Place], Environment]) -> None:
+    given = make(place)
+    for name, rows in compare(place.on, place.cache, given).items():
+        if name not in given.hits:
+            for row in rows:
+                assert {item["what"] for item in row["differs"]} == given.differs
+                assert (given.advice or "") in (row["advice"] or "")
+                assert bool(row["advice"]) == bool(given.advice)
+                if row["advice"]:
+                    follow(place, given, name, row["advice"])
+    every = 0 if given.hits == EVERY else 1
+    status, _, said = place.on.explain(
+        given.variables, "--check", "--root", str(place.cache), path=given.path
+    )
+    assert status == every
+    for name in EVERY:
+        assert (f"{module_of(name)}: no build" in said) == (name not in given.hits)
+
+
+def follow(place: Place, given: Environment, name: str, advice: str) -> None:
+    """A launch that does as it is told hits."""
+    words = advice.split("with ")[1].removesuffix(" SGLang would use it").split(" ")
+    settings = dict(word.split("=", 1) for word in words)
+    variables = {**given.variables, **settings, **FORBID, ROOT: str(place.cache)}
+    assert place.on.load([name], variables) == {name: "hit"}
