@@ -64,7 +64,7 @@ ON_THE_GPU = ("cuda", "cuda_poisoned")
 
 def write_sources(folder: Path) -> Path:
     """Make *folder* with the files of the modules."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, text in SOURCES.items():
         (folder / name).write_text(text)
     return folder

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from cachekit import cuda_home
-from launches import MODULES, ON_THE_GPU, Launches, module_of, write_sources
+from launches import MODULES, ON_THE_GPU, SOURCES, Launches, module_of, write_sources
 from sglang_jitfix import ROOT
 from stack import FORBID
-from support import environment
+from support import environment, new_environment, site_packages
 
 EVERY = list(MODULES)
 POISONED = [name for name in EVERY if "poisoned" in name]
@@ -116,7 +118,7 @@ def compiler_spelled_out(place: Place) -> Environment:
 
 
 def compiler_of_another_version(place: Place) -> Environment:
-    return Environment({"CXX": str(wrapper(place))}, [], frozenset({"cxx"}), "with CXX=c++ SGLang")
+    return Environment({"CXX": str(wrapper(place))}, [], frozenset({"cxx"}))
 
 
 def compiler_of_that_name_replaced(place: Place) -> Environment:
@@ -137,7 +139,7 @@ def wrapper(place: Place) -> Path:
 
 def toolkit_and_compiler(place: Place) -> Environment:
     variables = {"CUDA_HOME": f"{cuda_home()}/./", "CXX": str(wrapper(place))}
-    return Environment(variables, [], frozenset({"nvcc", "cxx"}), " CXX=c++ SGLang")
+    return Environment(variables, [], frozenset({"nvcc", "cxx"}))
 
 
 def package_of_another_version(place: Place) -> Environment:
@@ -223,3 +225,91 @@ def follow(place: Place, given: Environment, name: str, advice: str) -> None:
     settings = dict(word.split("=", 1) for word in words)
     variables = {**given.variables, **settings, **FORBID, ROOT: str(place.cache)}
     assert place.on.load([name], variables) == {name: "hit"}
+
+
+def test_dependency_that_changed_or_vanished(place: Place) -> None:
+    header = place.source / "scale.h"
+    try:
+        header.write_text("#define SCALE 4\n")
+        for rows in compare(place.on, place.cache, Environment({}, [])).values():
+            assert [(row["changed"], row["vanished"]) for row in rows] == [([str(header)], [])]
+            assert [row["differs"] for row in rows] == [[]]
+        header.unlink()
+        for rows in compare(place.on, place.cache, Environment({}, [])).values():
+            assert [(row["changed"], row["vanished"]) for row in rows] == [([], [str(header)])]
+        source = place.source / "whole.cpp"
+        header.write_text(SOURCES["scale.h"])
+        source.write_text(SOURCES["whole.cpp"] + "// edited\n")
+        given = Environment({}, [name for name in EVERY if name != "whole"])
+        (row,) = compare(place.on, place.cache, given)["whole"]
+        assert (row["changed"], row["differs"]) == ([str(source)], [])
+    finally:
+        write_sources(place.source)
+
+
+def test_shim_off(place: Place) -> None:
+    """Then poisoned leaves are not found, and explain says what is gone."""
+    given = Environment({}, [name for name in EVERY if name not in POISONED])
+    for name, rows in compare(place.off, place.cache, given).items():
+        units = [re.search(r"/\.staging-\w+/[\w.]+$", path) for path in rows[0]["vanished"]]
+        assert len(units) == (1 + (name in ON_THE_GPU) if name in POISONED else 0)
+        assert all(units)
+
+
+def test_cache_that_was_moved_or_is_linked(place: Place) -> None:
+    copy = shutil.copytree(place.cache, place.folder / "moved")
+    for root in (copy, place.folder / "link"):
+        compare(place.on, root, Environment({}, EVERY))
+
+
+def test_cache_from_another_virtual_environment(place: Place) -> None:
+    """SGLang and tvm_ffi lie in it, at another path; all else is linked to the one here."""
+    folder = place.folder / "of another" / "environment"
+    executable = new_environment(folder)
+    here, there = (site_packages(Path(python)) for python in (sys.executable, executable))
+    for entry in here.iterdir():
+        if entry.name in ("sglang", "tvm_ffi"):
+            shutil.copytree(entry, there / entry.name, symlinks=True)
+        elif not (there / entry.name).exists():
+            (there / entry.name).symlink_to(entry)
+    variables = environment(None, "off", CUDA_HOME=cuda_home())
+    there_launches = Launches(place.source, variables, str(executable))
+    try:
+        fill(there_launches, folder)
+    finally:
+        there_launches.end()
+    (recorded,) = (folder / "cache").glob("*/sgl_kernel_jit_plain/*/deps-*/build.ninja")
+    assert str(there) in recorded.read_text()
+    compare(place.on, folder / "cache", Environment({}, EVERY))
+
+
+def test_check(place: Place) -> None:
+    """One module without a build fails it, one that cannot be told is no success either."""
+    root = place.folder / "checked"
+    (root / "sm00").mkdir(parents=True)
+
+    def check(*arguments: str) -> tuple[int, str]:
+        status, _, said = place.on.explain({}, "--check", "--root", str(root), *arguments)
+        return status, said.removeprefix("importing SGLang\n")
+
+    assert check() == (2, "sglang-jitfix: there is no build to check\n")
+    good = module_of("plain")
+    shutil.copytree(place.cache / "sm00" / good, root / "sm00" / good)
+    assert check() == (0, "")
+    module = shutil.copytree(place.cache / "sm00" / good, root / "sm00" / "sgl_kernel_jit_other")
+    (leaf,) = module.glob("*/deps-*")
+    (leaf / f"{good}.so").rename(leaf / "sgl_kernel_jit_other.so")
+    told = "sglang-jitfix: sm00/sgl_kernel_jit_other: no build that a launch here would use\n"
+    assert check() == (1, told), "the name is part of the key"
+    (leaf / "build.ninja").unlink()
+    assert check() == (2, "sglang-jitfix: sm00/sgl_kernel_jit_other: it cannot be told\n")
+    assert check("plain") == (0, "")
+    shutil.copytree(root / "sm00" / good, root / "gfx942" / good)
+    status, said = check("plain")
+    assert (status, said) == (2, f"sglang-jitfix: gfx942/{good}: it cannot be told\n")
+    # A build for a GPU that a launch takes for another one.
+    shutil.rmtree(root / "gfx942")
+    shutil.copytree(root / "sm00" / good, root / "sm90" / good)
+    status, rows, _ = place.on.explain({}, "--root", str(root), "plain")
+    (row,) = (row for row in rows if row["target"] == "sm90")
+    assert row["differs"] == [{"what": "architecture", "built": "sm90", "here": "sm90a"}]

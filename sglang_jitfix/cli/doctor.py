@@ -11,7 +11,8 @@ from typing import Any
 
 import sglang_jitfix
 from sglang_jitfix import releases
-from sglang_jitfix.cli import caches, output, plan
+from sglang_jitfix.cache import disk
+from sglang_jitfix.cli import output, plan
 
 MAX_LINKS = 40  # as many as Linux follows in one path, path_resolution(7)
 
@@ -40,7 +41,7 @@ def examine(root: str | None = None) -> dict[str, Any]:
     else:
         why = "the start-up file ran in this interpreter"
     release = releases.installed()
-    variable, given = caches.root_setting(sglang_jitfix.found_at_start or os.environ)
+    variable, given = disk.root_setting(sglang_jitfix.found_at_start or os.environ)
     if root is not None:
         variable, given = "ROOT", root
     known = release in releases.AFFECTED
@@ -73,13 +74,13 @@ def waste(root: str | None) -> dict[str, int | None]:
     names = ("poisoned_leaves", "wasted_compiles", "wasted_bytes")
     if root is None or not os.path.isdir(root):
         return dict.fromkeys(names)
-    cache = caches.Cache(Path(root))
+    cache = disk.Cache(Path(root))
     poisoned, copies = 0, []
     for scope in cache.scopes():
-        found = [caches.examine(path) for path in cache.leaves(scope)]
-        poisoned += sum(leaf.status == caches.POISONED for leaf in found)
+        found = [disk.examine(path) for path in cache.leaves(scope)]
+        poisoned += sum(leaf.status == disk.POISONED for leaf in found)
         copies += [step.path for step in plan.steps(found) if step.action == plan.MERGED]
-    wasted = sum(map(caches.size, copies))
+    wasted = sum(map(disk.size, copies))
     return dict(zip(names, (poisoned, len(copies), wasted), strict=True))
 
 

@@ -18,11 +18,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterable
 from typing import Any
 
-from sglang_jitfix.cli import caches, launch, output
-from sglang_jitfix.cli.errors import CommandError
+from sglang_jitfix.cache import disk, launch
+from sglang_jitfix.cache.errors import CommandError
+from sglang_jitfix.cli import output
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,15 +32,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises CommandError: no such root or module, no SGLang; with ``--check``, no build at all.
     """
-    cache = caches.Cache(caches.find_root(arguments.root))
+    cache = disk.Cache(disk.find_root(arguments.root))
     wanted = {arguments.module, launch.PREFIX + (arguments.module or "")}
     scopes = [
         scope for scope in cache.scopes() if arguments.module is None or scope.parent.name in wanted
     ]
     if arguments.module is not None and not scopes:
         raise CommandError(f"no build of {arguments.module!a} in {str(cache.root)!a}")
+    output.say("importing SGLang")
     has_gpu = launch.load_sglang()
-    found = list(launch.verdicts(cache, scopes))
+    progress = functools.partial(output.counted, noun="scopes")
+    found = list(launch.verdicts(cache, scopes, progress))
     if arguments.json:
         output.show_json(found)
     else:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_jitfix.cli import caches, output
+from sglang_jitfix.cache import disk
+from sglang_jitfix.cli import output
 
 STAGING = "staging"
 HEADS = ["target", "module", "build", "leaf", "status", ">size", "modified", ">deps"]
@@ -22,7 +23,7 @@ HEADS = ["target", "module", "build", "leaf", "status", ">size", "modified", ">d
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the rows; 0, or 2 if a folder could not be read. Raises CommandError: no root."""
-    cache = caches.Cache(caches.find_root(arguments.root))
+    cache = disk.Cache(disk.find_root(arguments.root))
     found = list(output.counted(rows(cache), "leaves"))
     if arguments.json:
         output.show_json([{**one, "modified": output.moment(one["modified"])} for one in found])
@@ -31,11 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
     return output.finish(cache.problems, 0)
 
 
-def rows(cache: caches.Cache) -> Iterator[dict[str, Any]]:
+def rows(cache: disk.Cache) -> Iterator[dict[str, Any]]:
     """One object for each leaf and left-over of *cache*; ``modified`` is in nanoseconds."""
     for scope in cache.scopes():
         for path in cache.leaves(scope):
-            leaf = caches.examine(path)
+            leaf = disk.examine(path)
             yield row(path, leaf.status, len(leaf.entries))
         for path in cache.left_overs(scope):
             yield row(path, STAGING, 0)
@@ -44,10 +45,10 @@ def rows(cache: caches.Cache) -> Iterator[dict[str, Any]]:
 def row(path: Path, status: str, dependencies: int) -> dict[str, Any]:
     """The object of the leaf or left-over at *path*."""
     return {
-        **caches.place(path),
+        **disk.place(path),
         "status": status,
-        "size_bytes": caches.size(path),
-        "modified": caches.modified(path),
+        "size_bytes": disk.size(path),
+        "modified": disk.modified(path),
         "dependencies": dependencies,
     }
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from sglang_jitfix.cache.errors import CommandError
 from sglang_jitfix.cli import doctor, explain, ls, repair, verify
-from sglang_jitfix.cli.errors import CommandError
 
 AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

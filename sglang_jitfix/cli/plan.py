@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_jitfix.cli import caches
+from sglang_jitfix.cache import disk
 
 MENDED, MERGED, REMOVED, LEFT, BUSY = "mended", "merged", "removed", "left alone", "in use"
 WORK = (MENDED, MERGED, REMOVED)
@@ -26,27 +26,27 @@ class Step:
     reason: str = ""
 
 
-def steps(found: Sequence[caches.Leaf], left_overs: Iterable[Path] = ()) -> list[Step]:
+def steps(found: Sequence[disk.Leaf], left_overs: Iterable[Path] = ()) -> list[Step]:
     """The steps for one scope: *found* are its leaves, newest first, *left_overs* what may go."""
     planned = [
         # A list that names its unit but does not prove that the rule of names is
         # understood is one that a person has to look at.
         Step(leaf.path, LEFT if leaf.is_to_mend else leaf.status, "", leaf.reason)
         for leaf in found
-        if leaf.status not in (caches.OK, caches.POISONED)
+        if leaf.status not in (disk.OK, disk.POISONED)
     ]
     planned += [Step(path, REMOVED) for path in left_overs]
     there = {leaf.path.name: leaf for leaf in found}
-    contents: dict[str, list[caches.Leaf]] = {}
+    contents: dict[str, list[disk.Leaf]] = {}
     for leaf in found:
-        if leaf.status == caches.POISONED:
+        if leaf.status == disk.POISONED:
             contents.setdefault(leaf.good_name, []).append(leaf)
     for name, copies in contents.items():
         good = there.get(name)
         action, reason = MENDED, ""
-        if good and good.status == caches.OK:
+        if good and good.status == disk.OK:
             action = MERGED
-        elif good and not (good.status == caches.INCOMPLETE and good.is_folder):
+        elif good and not (good.status == disk.INCOMPLETE and good.is_folder):
             action, reason = LEFT, f"{name} is in the way"
         for leaf in copies:
             planned.append(Step(leaf.path, action, "" if reason else name, reason))

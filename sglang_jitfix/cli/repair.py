@@ -1,8 +1,8 @@
 """``sglang-jitfix repair``: poisoned leaves become the leaves SGLang would have written.
 
-Each step is one rename in a scope whose lock is held, and all new leaves are there
-before the first old one goes. So a repair that is killed has lost no build, and the
-next one finds what it left: temporary folders, and old leaves whose new one exists.
+Each step is one rename in a scope whose lock is held, and a new leaf is there before the
+old one goes. So a repair that is killed has lost no build, and the next one finds what
+it left: temporary folders, and old leaves whose new one exists.
 
 ``--json`` prints one object: ``root``, ``dry_run``, the counts ``mended``, ``merged``,
 ``removed`` and ``left`` (poisoned leaves that are still there), ``freed_bytes``, and
@@ -21,20 +21,17 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sglang_jitfix import leaves
-from sglang_jitfix.cli import caches, output, plan
-from sglang_jitfix.cli.errors import CommandError
+from sglang_jitfix.cache import disk
+from sglang_jitfix.cache.errors import CommandError
+from sglang_jitfix.cli import output, plan
 from sglang_jitfix.cli.plan import Step
 
 LOCK_WAIT = 2.0  # seconds for a scope whose lock is taken
-# Seconds between the last new leaf and the first removal: look-ups take no lock, and
-# one that began before the new leaf was there must not lose the old one under its feet.
-GRACE = 1.0
 # What a file system says that has no hard links, or not of this file.
 NO_LINKS = {errno.EPERM, errno.EMLINK, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP}
 # What no other scope will be spared either.
@@ -47,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     2 if a folder could not be read or written. Raises CommandError: no such root, or
     read-only; OSError: a full disk.
     """
-    cache = caches.Cache(caches.find_root(arguments.root))
+    cache = disk.Cache(disk.find_root(arguments.root))
     repair = Repair(cache, arguments.dry_run, arguments.staging_older_than)
     try:
         repair.run()
@@ -62,80 +59,55 @@ def run(arguments: argparse.Namespace) -> int:
 class Repair:
     """One run over a cache; what it did, or would do, is in ``done``."""
 
-    def __init__(self, cache: caches.Cache, dry_run: bool, staging_age: int | None) -> None:
+    def __init__(self, cache: disk.Cache, dry_run: bool, staging_age: int | None) -> None:
         self.cache = cache
         self.dry_run = dry_run
         self.staging_age = staging_age
         self.done: list[Step] = []
         self.freed = 0  # bytes
-        self.suspects: list[Path] = []  # the leaves to mend, whatever becomes of them
-        self.replaced: dict[Path, list[Step]] = {}  # by scope, for the second pass
+        self.suspects: set[Path] = set()  # the leaves to mend, whatever becomes of them
 
     def run(self) -> None:
-        """Add all new leaves, then remove the old ones.
+        """Mend scope by scope.
 
         Raises OSError, or CommandError where the cache may not be written.
         """
         scopes = iter([*self.cache.scopes()])
         try:
             for scope in output.counted(scopes, "scopes"):
-                self._first_pass(scope, self._plan(scope))
-            if self.replaced and not self.dry_run:
-                time.sleep(GRACE)
-                for scope in output.counted(self.replaced, "scopes tidied"):
-                    self._in_scope(scope, partial(self._remove_replaced, scope))
+                # Without the lock: most scopes need nothing and are not touched.
+                planned = self._plan(scope)
+                self.done += [step for step in planned if step.action not in plan.WORK]
+                work = [step for step in planned if step.action in plan.WORK]
+                if self.dry_run:
+                    self._count(work)
+                elif work:
+                    self._mend(scope)
         finally:
             for scope in scopes:  # what it did not come to is left to mend as well
                 self._plan(scope)
 
     def _plan(self, scope: Path) -> list[Step]:
-        # Without the lock: most scopes need nothing and are not touched.
         left_overs = [path for path in self.cache.left_overs(scope) if self._is_litter(path)]
-        found = [caches.examine(path) for path in self.cache.leaves(scope)]
-        self.suspects += [leaf.path for leaf in found if leaf.is_to_mend]
+        found = [disk.examine(path) for path in self.cache.leaves(scope)]
+        self.suspects.update(leaf.path for leaf in found if leaf.is_to_mend)
         return plan.steps(found, left_overs)
 
-    def _first_pass(self, scope: Path, planned: list[Step]) -> None:
-        work = [step for step in planned if step.action in plan.WORK]
-        self.done += [step for step in planned if step not in work]
-        if self.dry_run:
-            for step in work:
-                self._carry_out(step)
-        elif work:
-            self._in_scope(scope, partial(self._carry_out_again_planned, scope, work))
+    def _count(self, steps: list[Step]) -> None:
+        for step in steps:
+            if step.action != plan.MENDED:
+                self.freed += disk.size(step.path)
+            self.done.append(step)
 
-    def _carry_out_again_planned(self, scope: Path, work: list[Step]) -> None:
-        # Now that the lock is held: what is there may have changed since.
-        names = {step.becomes for step in work} - {""}
-        paths = [step.path for step in work] + [scope / name for name in names]
-        there = [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
-        found = [caches.examine(path) for path in there if path.name.startswith(leaves.LEAF_PREFIX)]
-        left_overs = [path for path in there if self._is_litter(path)]
-        for step in plan.steps(found, left_overs):
-            if step.action in plan.WORK:
-                self._carry_out(step)
-
-    def _carry_out(self, step: Step) -> None:
-        size = caches.size(step.path) if step.action in (plan.MERGED, plan.REMOVED) else 0
-        new = step.path.parent / step.becomes
-        if not self.dry_run:
-            if step.action == plan.REMOVED:
-                discard(step.path)
-            elif step.action == plan.MENDED:
-                publish(caches.examine(step.path), new)
-            elif step.action == plan.MERGED:
-                newest = max(map(caches.modified, (new, step.path)))
-                if newest > caches.modified(new):  # its content keeps its place in time
-                    os.utime(new, ns=(newest, newest))
-        self.freed += size
-        self.done.append(step)
-        if step.becomes:
-            self.replaced.setdefault(new.parent, []).append(step)
-
-    def _in_scope(self, scope: Path, work: Callable[[], None]) -> None:
+    def _mend(self, scope: Path) -> None:
         try:
             with locked(scope):
-                work()
+                for step in self._plan(scope):  # once more: it may have changed since
+                    if step.action in plan.WORK:
+                        size = disk.size(step.path)
+                        carry_out(step)
+                        self.freed += size if step.action != plan.MENDED else 0
+                        self.done.append(step)
         except BlockingIOError:
             reason = "its lock is taken: a build is running"
             self.done.append(Step(scope / leaves.LOCK, plan.BUSY, "", reason))
@@ -155,16 +127,8 @@ class Repair:
             self.cache.problems.append(problem)
             self.done.append(Step(scope / leaves.LOCK, plan.LEFT, "", str(error.strerror)))
 
-    def _remove_replaced(self, scope: Path) -> None:
-        for step in self.replaced[scope]:
-            if caches.examine(scope / step.becomes).status == caches.OK:
-                discard(step.path)
-            elif os.path.lexists(step.path):
-                reason = f"{step.becomes} is gone again"
-                self.done.append(Step(step.path, plan.LEFT, "", reason))
-
     def _is_litter(self, path: Path) -> bool:
-        if path.name.startswith(caches.OURS):  # whoever holds the lock: its repair has ended
+        if path.name.startswith(disk.OURS):  # whoever holds the lock: its repair has ended
             return True
         if self.staging_age is None or not leaves.STAGING.fullmatch(path.name):
             return False
@@ -188,7 +152,7 @@ class Repair:
             "freed_bytes": self.freed,
             "actions": [
                 {
-                    **caches.place(step.path),
+                    **disk.place(step.path),
                     "action": step.action,
                     "becomes": step.becomes or None,
                     "reason": step.reason or None,
@@ -245,17 +209,31 @@ def locked(scope: Path) -> Iterator[None]:
         os.close(handle)  # releases the lock
 
 
-def publish(old: caches.Leaf, new: Path) -> None:
+def carry_out(step: Step) -> None:
+    """Do *step*, while the lock of its scope is held; raises OSError."""
+    new = step.path.parent / step.becomes
+    if step.action == plan.MENDED:
+        publish(disk.examine(step.path), new)
+    elif step.action == plan.MERGED:
+        newest = max(map(disk.modified, (new, step.path)))
+        if newest > disk.modified(new):  # its content keeps its place in time
+            os.utime(new, ns=(newest, newest))
+    discard(step.path)
+
+
+def publish(old: disk.Leaf, new: Path) -> None:
     """Make the good leaf *new* of the poisoned leaf *old*, complete or not at all.
 
     The lock of their scope is held. *new* does not exist or is half a leaf. Raises OSError.
     """
     staging = temporary(new.parent)
+    staging.mkdir()
     try:
-        clone(old.path, staging, {leaves.MANIFEST})
+        for path in old.path.iterdir():
+            if path.name != leaves.MANIFEST:
+                copy(path, staging / path.name)
         manifest = staging / leaves.MANIFEST
-        with open(manifest, "xb") as file:
-            file.write(leaves.encode(old.good_entries))
+        manifest.write_bytes(leaves.encode(old.good_entries))
         imitate(old.path / leaves.MANIFEST, manifest)
         imitate(old.path, staging)
         if os.path.lexists(new):
@@ -266,29 +244,19 @@ def publish(old: caches.Leaf, new: Path) -> None:
         raise
 
 
-def clone(source: Path, target: Path, but: Collection[str] = ()) -> None:
-    """Make the folder *target* with all that *source* holds, *but* some: by hard links if it can.
-
-    SGLang never changes a file of a leaf, so the two may share them. The caller makes
-    *target* itself :func:`imitate` its source. Raises OSError.
-    """
-    os.mkdir(target)
-    with os.scandir(source) as listing:
-        for entry in listing:
-            if entry.name in but:
-                continue
-            copy = target / entry.name
-            if entry.is_dir(follow_symlinks=False):
-                clone(Path(entry.path), copy)
-                imitate(Path(entry.path), copy)
-                continue
-            try:
-                os.link(entry.path, copy, follow_symlinks=False)
-            except OSError as error:
-                if error.errno not in NO_LINKS:
-                    raise
-                shutil.copyfile(entry.path, copy, follow_symlinks=False)
-                imitate(Path(entry.path), copy)
+def copy(path: Path, target: Path) -> None:
+    """Let *target* be what *path* is: by a hard link if it can, for SGLang never changes a file
+    of a leaf. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.copytree(path, target, symlinks=True)
+        return
+    try:
+        os.link(path, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        shutil.copyfile(path, target, follow_symlinks=False)
+        imitate(path, target)
 
 
 def imitate(model: Path, path: Path) -> None:
@@ -310,7 +278,7 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)  # pruned, or removed by another repair
         return
     rubbish = path
-    if not path.name.startswith(caches.OURS):
+    if not path.name.startswith(disk.OURS):
         rubbish = temporary(path.parent)
         try:
             os.rename(path, rubbish)
@@ -323,7 +291,7 @@ def discard(path: Path) -> None:
 
 def temporary(scope: Path) -> Path:
     """A new name in *scope* that SGLang ignores and the next repair removes."""
-    return scope / f"{caches.OURS}{uuid.uuid4().hex}"
+    return scope / f"{disk.OURS}{uuid.uuid4().hex}"
 
 
 def last_change(folder: Path) -> int:
@@ -333,4 +301,4 @@ def last_change(folder: Path) -> int:
             files = [entry.stat(follow_symlinks=False).st_mtime_ns for entry in listing]
     except OSError:
         files = []
-    return max([caches.modified(folder), *files])
+    return max([disk.modified(folder), *files])

@@ -15,8 +15,8 @@ from typing import Any
 
 import sglang_jitfix
 from sglang_jitfix import releases
+from sglang_jitfix.cache.errors import CommandError, require_sglang
 from sglang_jitfix.cli import output, probe
-from sglang_jitfix.cli.errors import CommandError, require_sglang
 
 PROCESSES = 3
 

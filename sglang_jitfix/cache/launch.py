@@ -22,26 +22,25 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_jitfix import leaves
-from sglang_jitfix.cli import caches, output, recorded
-from sglang_jitfix.cli.errors import CommandError, require_sglang
-from sglang_jitfix.cli.recorded import Build, Difference, difference
+from sglang_jitfix.cache import disk, recorded
+from sglang_jitfix.cache.errors import CommandError, require_sglang
+from sglang_jitfix.cache.recorded import Build, Difference, difference
 from sglang_jitfix.on_sglang_import import lookup
 
 PREFIX = "sgl_kernel_jit_"  # of every module's name, spec.py
 HIT, MISS, UNKNOWN = "hit", "miss", "unknown"
 TARGET = re.compile(r"sm(\d+)(\d)[a-z]?")
 MAX_JOINTS = 12  # of a module's name: there are 2**12 ways to split it into arguments
-PROGRAMS = {"CUDA_HOME": "{}/bin/nvcc", "CXX": "{}"}  # what a setting means
 
-Settings = dict[str, tuple[str, str]]  # by variable: as a build had it, and as it is here
-Listed = Mapping[Path, list[Path]]  # leaves by scope
+
+Progress = Callable[[Iterable[Path]], Iterable[Path]]
 
 
 class UnansweredError(Exception):
@@ -52,17 +51,9 @@ class AskedError(Exception):
     """Ends ``load_jit`` where it asks for the key of its (spec, build file)."""
 
 
-class Found(NamedTuple):
-    """What a launch finds in a scope: an object for each leaf, and settings that differ."""
-
-    rows: list[dict[str, Any]]
-    settings: Settings
-
-
 def load_sglang() -> bool:
     """Import SGLang, and say whether it sees a GPU; raises CommandError if it cannot."""
     require_sglang()
-    output.say("importing SGLang")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
             import_module("sglang.kernels.jit.utils.compile")
@@ -74,118 +65,71 @@ def load_sglang() -> bool:
         raise CommandError(f"SGLang's JIT cache cannot be imported: {reason}") from error
 
 
-def verdicts(cache: caches.Cache, scopes: Sequence[Path]) -> Iterator[dict[str, Any]]:
+def verdicts(
+    cache: disk.Cache, scopes: Iterable[Path], progress: Progress
+) -> Iterator[dict[str, Any]]:
     """One object for each leaf of *scopes*, as ``explain --json`` prints them.
 
-    SGLang is imported already.
-    """
-    for target, group in itertools.groupby(scopes, lambda scope: scope.parent.parent.name):
-        listed = {scope: cache.leaves(scope) for scope in group}
-        found = ask(target, listed, {})
-        advice: dict[Path, str] = {}
-        for change, scopes_to_try in other_settings(found).items():
-            again = {scope: listed[scope] for scope in scopes_to_try}
-            for scope, tried in ask(target, again, dict(change)).items():
-                hits = [scope / row["leaf"] for row in tried.rows if row["hit"]]
-                for leaf in hits:
-                    advice.setdefault(leaf, in_words(change, found[scope].settings))
-        for scope, answer in found.items():
-            for row in answer.rows:
-                yield {**row, "advice": advice.get(scope / row["leaf"])}
-
-
-def ask(target: str, listed: Listed, change: Mapping[str, str]) -> dict[Path, Found]:
-    """What a launch for *target* finds in *listed* scopes, with the variables in *change* set.
-
-    In a process of its own, for SGLang keeps its first answer about target and compilers.
+    *progress* is given the scopes and gives them on. SGLang is imported already. It keeps
+    its first answer about target and compilers, so each target is asked about in a
+    process of its own.
     """
     fork = multiprocessing.get_context("fork")
     interrupt = (signal.SIGINT, signal.SIG_DFL)  # without a traceback
-    with ProcessPoolExecutor(1, fork, initializer=signal.signal, initargs=interrupt) as pool:
-        answers: dict[Path, Found] = pool.submit(_look, target, listed, change).result()
-    return answers
+    for target, group in itertools.groupby(scopes, lambda scope: scope.parent.parent.name):
+        listed = {scope: cache.leaves(scope) for scope in group}
+        with ProcessPoolExecutor(1, fork, initializer=signal.signal, initargs=interrupt) as pool:
+            yield from pool.submit(_look, target, listed, progress).result()
 
 
-def other_settings(found: Mapping[Path, Found]) -> dict[tuple[tuple[str, str], ...], list[Path]]:
-    """The settings to try where a build had others, and the scopes to try each with."""
-    tries: dict[tuple[tuple[str, str], ...], list[Path]] = {}
-    for scope, (_, settings) in found.items():
-        options = []
-        for variable, (built, here) in settings.items():
-            values = [built, os.path.realpath(here)] if variable == "CUDA_HOME" else [built]
-            differing = [value for value in dict.fromkeys(values) if value not in ("", here)]
-            options.append([(variable, value) for value in differing])
-        # One by one before both at once.
-        for change in [*zip(itertools.chain(*options)), *itertools.product(*options)]:
-            if all(program(*setting) for setting in change):
-                tries.setdefault(change, []).append(scope)
-    return dict(sorted(tries.items(), key=lambda item: len(item[0])))
+# From here on all runs in such a process.
 
 
-def program(variable: str, value: str) -> str | None:
-    """The real path of the compiler that *variable* means if it has *value*; None: not there."""
-    path = shutil.which(PROGRAMS[variable].format(value))
-    return path and os.path.realpath(path)
-
-
-def in_words(change: Sequence[tuple[str, str]], settings: Settings) -> str:
-    """What to tell of a *change* that was tried and hit."""
-    same = all(program(name, value) == program(name, settings[name][1]) for name, value in change)
-    names = {"CUDA_HOME": "CUDA toolkit", "CXX": "compiler"}
-    what = " and ".join(names[name] for name, _ in change)
-    values = " ".join(f"{name}={value}" for name, value in change)
-    otherwise = f"the same {what}, spelled otherwise: " if same else ""
-    return f"{otherwise}with {values} SGLang would use it"
-
-
-def _look(target: str, listed: Listed, change: Mapping[str, str]) -> dict[Path, Found]:
-    # This and all below runs in the process that ask() made.
+def _look(
+    target: str, listed: Mapping[Path, list[Path]], progress: Progress
+) -> list[dict[str, Any]]:
     from sglang.kernels.jit.utils import arch
     from sglang.kernels.jit.utils.compile import cache
 
-    os.environ.update(change)
     cuda = TARGET.fullmatch(target)
     has_gpu = arch.get_jit_cuda_arch().major > 0
-    answers = {}
+    rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         if cuda and not has_gpu:
             major, minor = map(int, cuda.groups())
             stack.enter_context(arch.override_jit_cuda_arch(major, minor))
         here = cache._target_tag()
-        for scope, paths in output.counted(listed.items(), "scopes"):
-            found = [caches.examine(path) for path in paths]
-            differs = [difference("architecture", target, here)]
-            settings: Settings = {}
-            unknown = None
+        for scope in progress(listed):
+            found = [disk.examine(path) for path in listed[scope]]
+            differs, advice, unknown = [difference("architecture", target, here)], None, None
             try:
                 if here == target and cuda:
-                    differs, settings = _key(scope, found)
+                    differs, advice = _key(scope, found)
                 elif not cuda and not has_gpu:
                     raise UnansweredError("only builds for CUDA are judged")
             except UnansweredError as error:
                 differs, unknown = [], str(error)
             except Exception as error:  # an unknown release
                 differs, unknown = [], f"SGLang cannot be asked: {error!r}"
-            answers[scope] = Found(list(_rows(found, differs, unknown)), settings)
-    return answers
+            rows += _rows(found, differs, advice, unknown)
+    return rows
 
 
-def _key(scope: Path, found: Sequence[caches.Leaf]) -> tuple[list[Difference], Settings]:
-    """What keeps the key here from being the one that *scope* is named after; and settings."""
+def _key(scope: Path, found: Sequence[disk.Leaf]) -> tuple[list[Difference], str | None]:
+    """What keeps the key here from being the one that *scope* is named after, and which spelling
+    of the same toolchain would give it, in words. Raises UnansweredError."""
     import msgspec
     from sglang.kernels.jit.utils.compile import cache, toolchain
 
     leaf, built = _recorded(found)
-    roots = built.roots()
-    spec, here = _request(scope, built)
-    paths = {old: here.roots().get(package, old) for package, old in roots.items()}
     home, cxx = toolchain.cuda_home(), toolchain.host_compiler_path()
-    settings = {"CUDA_HOME": (built.cuda_home, home), "CXX": (built.word("cxx"), cxx)}
-    brought = built.moved({**paths, built.cuda_home: home}).compiled_by(here)
+    _, here = _request(scope, built)
+    roots = {old: here.roots().get(package, old) for package, old in built.roots().items()}
+    brought = built.brought(roots, home, cxx)
     spec, here = _request(scope, brought)
     differs = recorded.differences(brought, here)
     if differs:
-        return differs, settings
+        return differs, None
 
     # The sources as they were: whether they have changed is the manifest's to tell.
     digests = {(entry.root, entry.relpath): entry.digest for entry in leaf.entries}
@@ -194,28 +138,58 @@ def _key(scope: Path, found: Sequence[caches.Leaf]) -> tuple[list[Difference], S
             raise UnansweredError(f"its manifest does not list its source {source}")
         cache._digest_cache[source] = digests[cache._normalize_path(source)]
     (name,) = spec.module_args
-    for arguments in splits(name):
-        one = msgspec.structs.replace(spec, module_args=arguments)
-        if scope.name == f"build-{cache.compute_build_key(one, build_file=brought.file)}":
-            return [], {}
+    specs = [msgspec.structs.replace(spec, module_args=one) for one in splits(name)]
+
+    def is_key_with(home: str, cxx: str) -> bool:
+        file = built.brought(roots, home, cxx).file
+        keys = (cache.compute_build_key(one, build_file=file) for one in specs)
+        return any(scope.name == f"build-{key}" for key in keys)
+
+    if is_key_with(home, cxx):
+        return [], None
     for variable in ("nvcc", "cxx"):
         if built.value(variable) != here.value(variable):
             differs.append(difference(variable, built.value(variable), here.value(variable)))
     if not differs and built.cuda_home != home:
-        differs.append(
-            difference("library path", *(f"-L{x}/lib64" for x in (built.cuda_home, home)))
-        )
+        paths = (f"-L{root}/lib64" for root in (built.cuda_home, home))
+        differs.append(difference("library path", *paths))
     if not differs and name.count("_") > MAX_JOINTS:
         raise UnansweredError("its name can be split into arguments in too many ways")
-    return differs or [difference("versions", None, _versions())], settings
+    # Another name of the same compiler leaves the rest of the key as it is.
+    homes = [one for one in (home, built.cuda_home, os.path.realpath(home)) if same_nvcc(one, home)]
+    compilers = [one for one in (cxx, built.word("cxx")) if same_file(one, cxx)]
+    for one in itertools.product(homes, compilers):
+        if is_key_with(*one):
+            return differs, spelled_otherwise(*one, home, cxx)
+    return differs or [difference("versions", None, _versions())], None
 
 
-def _recorded(found: Sequence[caches.Leaf]) -> tuple[caches.Leaf, Build]:
+def spelled_otherwise(home: str, cxx: str, home_here: str, cxx_here: str) -> str:
+    """The advice to use the other spelling of what is here."""
+    toolkit = [("CUDA toolkit", f"CUDA_HOME={home}")] if home != home_here else []
+    compiler = [("compiler", f"CXX={cxx}")] if cxx != cxx_here else []
+    what, how = zip(*toolkit, *compiler, strict=True)
+    otherwise = f"the same {' and '.join(what)}, spelled otherwise"
+    return f"{otherwise}: with {' '.join(how)} SGLang would use it"
+
+
+def same_nvcc(home: str, other: str) -> bool:
+    """Whether two roots hold the same toolkit."""
+    return same_file(f"{home}/bin/nvcc", f"{other}/bin/nvcc")
+
+
+def same_file(program: str, other: str) -> bool:
+    """Whether two names mean the same program."""
+    paths = [shutil.which(one) for one in (program, other)]
+    return all(paths) and len({os.path.realpath(path) for path in paths if path}) == 1
+
+
+def _recorded(found: Sequence[disk.Leaf]) -> tuple[disk.Leaf, Build]:
     for leaf in found:
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            file = caches.read(leaf.path / "build.ninja").decode()
+            file = disk.read(leaf.path / "build.ninja").decode()
             names = [name for name in leaves.UNITS if f" {name}\n" in file]
-            units = {name: caches.read(leaf.path / name).decode() for name in names}
+            units = {name: disk.read(leaf.path / name).decode() for name in names}
             if leaf.entries:
                 return leaf, Build(file, units)
     raise UnansweredError("no leaf here holds its build.ninja, its units and a manifest")
@@ -274,9 +248,12 @@ def _versions() -> str:
 
 
 def _rows(
-    found: Sequence[caches.Leaf], differs: list[Difference], unknown: str | None
+    found: Sequence[disk.Leaf],
+    differs: list[Difference],
+    advice: str | None,
+    unknown: str | None,
 ) -> Iterator[dict[str, Any]]:
-    """The object of each leaf of one scope: *differs* from its key, if that is not *unknown*."""
+    """The object of each leaf of a scope, of which is known what :func:`_look` has found."""
     from sglang.kernels.jit.utils.compile import cache
     from sglang.srt.environ import envs
 
@@ -285,6 +262,7 @@ def _rows(
     ahead = 0  # newer leaves that count towards the limit
     for leaf in found:
         reason, own = leaf.reason or None, False
+        holds = False
         gone: dict[str, str | None] = {}
         verdict = MISS if differs else UNKNOWN if unknown else HIT
         try:
@@ -302,7 +280,7 @@ def _rows(
                 verdict, reason = MISS, f"SGLang looks at {limit} leaves, and {ahead} are newer"
             ahead += 1
         yield {
-            **caches.place(leaf.path),
+            **disk.place(leaf.path),
             "status": leaf.status,
             "verdict": verdict,
             "hit": verdict == HIT,
@@ -310,20 +288,21 @@ def _rows(
             "differs": differs,
             "changed": [path for path, digest in gone.items() if digest],
             "vanished": [path for path, digest in gone.items() if not digest],
+            "advice": advice if holds else None,
         }
 
 
-def _holds(leaf: caches.Leaf) -> tuple[bool, bool, dict[str, str | None]]:
+def _holds(leaf: disk.Leaf) -> tuple[bool, bool, dict[str, str | None]]:
     """Whether SGLang takes *leaf* once it has come to its scope; whether the leaf's unit is gone
     and the shim forgives that; and the dependencies that are not as recorded, by path, with their
     digests. Raises UnansweredError."""
     from sglang.kernels.jit.utils.compile import cache
 
-    if leaf.status == caches.INCOMPLETE:
+    if leaf.status == disk.INCOMPLETE:
         return False, False, {}
     if not leaf.entries:
         try:  # SGLang would, but not everything can be read to an end
-            caches.read(leaf.path / leaves.MANIFEST)
+            disk.read(leaf.path / leaves.MANIFEST)
         except OSError as error:
             raise UnansweredError(f"its manifest: {error.strerror}") from None
     entries = cache._read_deps(leaf.path) or []
@@ -347,7 +326,7 @@ def _digest_now(root: str, relpath: str) -> str | None:
 
     path = cache._resolve_path(root=root, relpath=relpath)
     try:
-        return path and caches.digest(path)
+        return path and disk.digest(path)
     except ValueError as error:  # a null character
         raise UnansweredError(f"{path}: {error}") from None
     except OSError as error:

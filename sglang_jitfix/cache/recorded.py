@@ -7,6 +7,7 @@ file names the sources.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -73,25 +74,23 @@ class Build(NamedTuple):
         words = filter(None, map(INSTALLED.fullmatch, (w[2:] for w in self.words("cxxflags"))))
         return {match[2]: match[1] for match in words}
 
-    def moved(self, paths: Mapping[str, str]) -> Build:
-        """The same with the folders in *paths* replaced, as ``_normalize_text`` replaces its own:
-        without a look at words, so quotes stay."""
+    def brought(self, roots: Mapping[str, str], home: str, cxx: str) -> Build:
+        """The same with packages moved from and to *roots*, the toolkit at *home*, and *cxx*.
 
-        old = sorted(filter(None, paths), key=len, reverse=True)
-        pattern = re.compile("|".join(re.escape(f"{path}/") for path in old) or r"(?!)")
+        Paths are replaced as ``_normalize_text`` does it, without a look at words.
+        """
+        paths = {**roots, self.cuda_home: home}
+        known = "|".join(re.escape(f"{path}/") for path in sorted(paths, key=len)[::-1] if path)
 
         def replaced(text: str) -> str:
-            return pattern.sub(lambda match: f"{paths[match[0][:-1]]}/", text)
+            return re.sub(known, lambda match: f"{paths[match[0][:-1]]}/", text) if known else text
 
-        units = {name: replaced(unit) for name, unit in self.units.items()}
-        return Build(replaced(self.file), units)
-
-    def compiled_by(self, here: Build) -> Build:
-        """The same with the compilers of *here*."""
-        lines = here.file.split("\n")[1:3]
-        return Build(
-            re.sub(r"(?m)^cxx = .*\nnvcc = .*$", lambda _: "\n".join(lines), self.file), self.units
-        )
+        lines = [
+            f"{name} = {quoted(path)}"
+            for name, path in (("cxx", cxx), ("nvcc", os.path.join(home, "bin", "nvcc")))
+        ]
+        file = re.sub(r"(?m)^cxx = .*\nnvcc = .*$", lambda _: "\n".join(lines), replaced(self.file))
+        return Build(file, {name: replaced(unit) for name, unit in self.units.items()})
 
 
 def differences(built: Build, here: Build) -> list[Difference]:
@@ -121,3 +120,8 @@ def differences(built: Build, here: Build) -> list[Difference]:
 def difference(what: str, built: str | None, here: str | None) -> Difference:
     """One difference; None where there is nothing, or where it is not known."""
     return {"what": what, "built": built, "here": here}
+
+
+def quoted(path: str) -> str:
+    """*path* as one word of a command in a build file."""
+    return shlex.quote(path).replace("$", "$$")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import sglang_jitfix
 from sglang_jitfix import leaves, releases
-from sglang_jitfix.cli.errors import CommandError
+from sglang_jitfix.cache.errors import CommandError
 
 OK, POISONED, UNREADABLE, INCOMPLETE = "ok", "poisoned", "unreadable", "incomplete"
 # SGLang looks at names that begin with "deps-" only, so it never sees ours.
