@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 import shutil
@@ -12,11 +14,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cachekit import cuda_home
+from cachekit import (
+    DEPENDENCIES,
+    cuda_home,
+    jitfix,
+    own_unit,
+    write_leaf,
+    write_poisoned,
+    write_scope,
+)
 from launches import MODULES, ON_THE_GPU, SOURCES, Launches, module_of, write_sources
 from sglang_jitfix import ROOT
 from stack import FORBID
-from support import environment, new_environment, site_packages
+from support import environment, new_environment, run, site_packages
 
 EVERY = list(MODULES)
 POISONED = [name for name in EVERY if "poisoned" in name]
@@ -264,7 +274,7 @@ def test_cache_that_was_moved_or_is_linked(place: Place) -> None:
 
 def test_cache_from_another_virtual_environment(place: Place) -> None:
     """SGLang and tvm_ffi lie in it, at another path; all else is linked to the one here."""
-    folder = place.folder / "of another" / "environment"
+    folder = place.folder / "other" / "environment"
     executable = new_environment(folder)
     here, there = (site_packages(Path(python)) for python in (sys.executable, executable))
     for entry in here.iterdir():
@@ -313,3 +323,68 @@ def test_check(place: Place) -> None:
     status, rows, _ = place.on.explain({}, "--root", str(root), "plain")
     (row,) = (row for row in rows if row["target"] == "sm90")
     assert row["differs"] == [{"what": "architecture", "built": "sm90", "here": "sm90a"}]
+
+
+def lay_traps(root: Path) -> int:
+    """A cache of what never ends, or has no end worth waiting for; how many leaves it has."""
+    fifo, sparse = root.parent / "fifo", root.parent / "sparse"
+    os.mkfifo(fifo)
+    with open(sparse, "wb") as file:
+        file.truncate(1 << 40)
+    scopes = (write_scope(root, f"m{number}", f"{number:016x}") for number in itertools.count())
+    traps = (fifo, sparse, Path("/dev/zero"), Path("/proc/kmsg"), root)
+    leaves = []
+    for trap in traps:
+        for name in ("sgl_deps.json", "build.ninja", "main.cpp", "library"):
+            leaf = write_poisoned(next(scopes))
+            (leaf / "build.ninja").write_text("build main_0.o: compile_cxx main.cpp\n")
+            file = leaf / (f"{leaf.parents[1].name}.so" if name == "library" else name)
+            file.unlink(missing_ok=True)
+            file.symlink_to(trap)
+            leaves.append(leaf)
+        leaves.append(write_leaf(next(scopes), [("abs", str(trap), "1" * 64)]))
+    leaves.append(write_leaf(next(scopes), [("abs", "/\0", "1" * 64)]))
+    leaves.append(write_leaf(next(scopes), [("abs", "/x" * 9999, "1" * 64)]))
+    scope = next(scopes)
+    leaves.append(write_leaf(scope, [own_unit(scope) for _ in range(50_000)] + DEPENDENCIES))
+    leaves.append(write_poisoned(write_scope(root, "_".join("m" * 60))))
+    deep = write_poisoned(next(scopes))
+    here = os.getcwd()
+    os.chdir(deep)
+    for _ in range(1500):
+        os.mkdir("d")
+        os.chdir("d")
+    os.chdir(here)
+    scope = next(scopes)
+    os.mkfifo(scope / ".lock")
+    leaves += [deep, write_poisoned(scope)]
+    for number in range(1100):  # more than a process may have files open
+        leaves.append(scope / f"deps-{number}")
+        (leaves[-1] / "sgl_deps.json").mkdir(parents=True)
+    return len(leaves)
+
+
+def test_nothing_that_a_cache_holds_stops_a_command(place: Place) -> None:
+    root = place.folder / "traps" / "cache"
+    root.mkdir(parents=True)
+    try:
+        try_all_commands(place, root, lay_traps(root))
+    finally:
+        run("rm", "-rf", root)  # deeper than pytest's own cleaning can go
+
+
+def try_all_commands(place: Place, root: Path, count: int) -> None:
+    status, rows, _ = place.on.explain({}, "--root", str(root))
+    assert (status, len(rows)) == (0, count)
+    assert not any(row["hit"] for row in rows)
+    for command, status in (
+        (["ls", "--json"], 0),
+        (["doctor"], 0),
+        (["repair", "--dry-run"], 1),
+        (["repair"], 2),  # there is one that it cannot write
+    ):
+        limit = ["sh", "-c", 'ulimit -v 1000000; exec "$@"', "sh", sys.executable]
+        done = jitfix(*command, root, prefix=limit)
+        assert done.returncode == status, done.stderr
+        if command[0] == "ls":
+            assert len(json.loads(done.stdout)) == count

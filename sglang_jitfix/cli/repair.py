@@ -248,8 +248,7 @@ def copy(path: Path, target: Path) -> None:
     """Let *target* be what *path* is: by a hard link if it can, for SGLang never changes a file
     of a leaf. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
-        shutil.copytree(path, target, symlinks=True)
-        return
+        raise OSError(errno.EISDIR, "a folder, as no leaf of SGLang's has", str(path))
     try:
         os.link(path, target, follow_symlinks=False)
     except OSError as error:
@@ -286,7 +285,10 @@ def discard(path: Path) -> None:
             return
     with contextlib.suppress(OSError):  # its owner may have made it read-only
         rubbish.chmod(0o700)
-    shutil.rmtree(rubbish)
+    try:
+        shutil.rmtree(rubbish)
+    except RecursionError:  # not SGLang's either
+        raise OSError(errno.ENAMETOOLONG, "too many folders in each other", str(path)) from None
 
 
 def temporary(scope: Path) -> Path:
