@@ -159,3 +159,6 @@ def test_read_only_site_packages_without_bytecode(tmp_path: Path, wheel: Path) -
     finally:
         for folder in (site, site / "sglang_jitfix"):
             folder.chmod(0o755)
+    # The remedy in the README.
+    install("uv", python_, "--reinstall", "--compile-bytecode", wheel)
+    assert list(site.glob("sglang_jitfix/__pycache__/__init__.*.pyc"))
