@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -48,11 +50,12 @@ def test_wheel_holds_the_package_and_the_start_up_file_only(wheel: Path) -> None
     assert sources <= set(names)
 
 
-def install(tool: str, python_: Path, *what: str | Path) -> None:
+def install(tool: str, python_: Path, *what: str | Path, **extra: str) -> None:
     if tool == "pip":
         run(python_, "-m", "pip", "install", "-q", "--no-input", *what)
     else:
-        run("uv", "pip", "install", "-q", "--python", python_, *what)
+        command = ("uv", "pip", "install", "-q", "--python", python_, *what)
+        run(*command, env=environment(None, **extra))
 
 
 def uninstall(tool: str, python_: Path) -> None:
@@ -60,6 +63,31 @@ def uninstall(tool: str, python_: Path) -> None:
         run(python_, "-m", "pip", "uninstall", "-q", "-y", "sglang-jitfix")
     else:
         run("uv", "pip", "uninstall", "-q", "--python", python_, "sglang-jitfix")
+
+
+def check_works(python_: Path, folder: Path) -> None:
+    """The shim runs in *python_*, tried in *folder*, and its off switch and doctor do as well."""
+    (folder / "real").mkdir()
+    (folder / "link").symlink_to("real")
+    env = environment("link")
+    real = folder.resolve() / "real"
+    assert python(STATE, env=env, cwd=folder, executable=python_) == f"{real} True False\n"
+    off = {**env, DISABLE: "1"}
+    assert python(STATE, env=off, cwd=folder, executable=python_) == "link True False\n"
+    report = json.loads(run(python_.parent / "sglang-jitfix", "doctor", "--json"))
+    assert report["on"] is True
+    assert report["startup_file"] == str(site_packages(python_) / "sglang_jitfix.pth")
+
+
+def check_gone(python_: Path, before: set[str]) -> None:
+    """Nothing of the package is left in the site-packages of *python_*, which held *before*."""
+    site = site_packages(python_)
+    # An interpreter that runs in between leaves bytecode of other packages behind.
+    left = {name for name in contents(site) - before if "__pycache__" not in name}
+    assert left == set()
+    assert not list(site.glob("**/sglang_jitfix*"))
+    assert not (python_.parent / "sglang-jitfix").exists()
+    assert python(STATE, env=environment("link"), executable=python_) == "link False False\n"
 
 
 @pytest.mark.parametrize("tool", ["pip", "uv"])
@@ -73,26 +101,37 @@ def test_install_and_uninstall(
     site = site_packages(python_)
     install(tool, python_, "wrapt")
     before = contents(site)
-
     install(tool, python_, *(["-e", REPOSITORY] if kind == "editable" else [wheel]))
     assert (site / "sglang_jitfix.pth").read_text() == LINE
     assert (site / "sglang_jitfix").is_dir() == (kind == "wheel")
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    env = environment("link")
-    real = tmp_path.resolve() / "real"
-    assert python(STATE, env=env, cwd=tmp_path, executable=python_) == f"{real} True False\n"
-    off = {**env, DISABLE: "1"}
-    assert python(STATE, env=off, cwd=tmp_path, executable=python_) == "link True False\n"
-    assert "on: " in run(python_.parent / "sglang-jitfix", "doctor")
-
+    check_works(python_, tmp_path)
     uninstall(tool, python_)
-    # An interpreter that runs in between leaves bytecode of other packages behind.
-    left = {name for name in contents(site) - before if "__pycache__" not in name}
-    assert left == set()
-    assert not list(site.glob("**/sglang_jitfix*"))
-    assert not (python_.parent / "sglang-jitfix").exists()
-    assert python(STATE, env=env, cwd=tmp_path, executable=python_) == "link False False\n"
+    check_gone(python_, before)
+
+
+@pytest.mark.parametrize("version", interpreters())
+def test_links_into_the_cache_of_uv(tmp_path: Path, wheel: Path, version: str) -> None:
+    """Each file of site-packages is a link. pip and uv remove the links alone, and a cache that
+    is removed breaks no interpreter."""
+    python_ = new_environment(tmp_path / "env", interpreters()[version], pip=True)
+    site = site_packages(python_)
+    before = contents(site)
+    cache = tmp_path / "cache"
+    links = {"UV_LINK_MODE": "symlink", "UV_CACHE_DIR": str(cache)}
+    install("uv", python_, "--no-deps", wheel, **links)
+    cached = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+    for name in ("sglang_jitfix.pth", "sglang_jitfix/__init__.py"):
+        assert (site / name).is_symlink()
+        assert (site / name).resolve() in cached
+    check_works(python_, tmp_path)
+    for tool in ("pip", "uv"):
+        uninstall(tool, python_)
+        check_gone(python_, before)
+        assert {path: path.read_bytes() for path in cached} == cached
+        install("uv", python_, "--no-deps", wheel, **links)
+        assert python(STATE, env=environment(), executable=python_) == "None True False\n"
+    shutil.rmtree(cache)
+    assert python(STATE, env=environment(), executable=python_) == "None False False\n"
 
 
 def test_reinstall_over_itself(tmp_path: Path, wheel: Path) -> None:
@@ -120,3 +159,6 @@ def test_read_only_site_packages_without_bytecode(tmp_path: Path, wheel: Path) -
     finally:
         for folder in (site, site / "sglang_jitfix"):
             folder.chmod(0o755)
+    # The remedy in the README.
+    install("uv", python_, "--reinstall", "--compile-bytecode", wheel)
+    assert list(site.glob("sglang_jitfix/__pycache__/__init__.*.pyc"))

@@ -19,6 +19,7 @@ import pytest
 from support import environment, new_environment, run, site_packages, staging_entries
 
 PACKAGES = [
+    "autowrapt==2.0.0",
     "beartype==0.23.1",
     "coverage==7.17.3",
     "ddtrace==4.16.0",
@@ -52,12 +53,36 @@ class Product(BaseModuleWatchdog):
         return code
 Product.install()
 """
+# autowrapt puts wrapt's finder first on sys.meta_path once sitecustomize has run; BEHIND, a
+# sitecustomize, has it do so sooner and moves it. HOOKS is a distribution that uses autowrapt.
+AUTOWRAPT = {"AUTOWRAPT_BOOTSTRAP": "test_neighbours"}
+BEHIND = """
+import sys
+from autowrapt.bootstrap import register_bootstrap_functions
+register_bootstrap_functions()
+sys.meta_path.insert(1, sys.meta_path.pop(0))
+"""
+HOOKS = {
+    "hooks.py": """
+import sys
+sys.said = said = []
+def imported(module):
+    said.append("imported " + module.__name__)
+""",
+    "hooks-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: hooks\nVersion: 1\n",
+    "hooks-1.dist-info/entry_points.txt": f"""
+[test_neighbours]
+{HOOKED[0]} = hooks:imported
+{HOOKED[1]} = hooks:imported
+""",
+}
 QUIET = {
     "DD_INSTRUMENTATION_TELEMETRY_ENABLED": "false",
     "DD_REMOTE_CONFIGURATION_ENABLED": "false",
     "DD_TRACE_STARTUP_LOGS": "false",
 }
 DATADOG_SAYS = [f"{what} {module}" for module in HOOKED for what in ("code of", "imported")]
+AUTOWRAPT_SAYS = [f"imported {module}" for module in HOOKED]
 
 
 @dataclass(frozen=True)
@@ -65,6 +90,7 @@ class Scenario:
     """How the process starts, and what the neighbour's own work looks like in it."""
 
     before: str = ""  # run by a .pth file that is read before the shim's
+    sitecustomize: str = ""  # run by sitecustomize.py, which is loaded when all .pth files are read
     after: str = ""  # run when the interpreter has started
     launcher: tuple[str, ...] = ("python",)
     env: dict[str, str] = field(default_factory=dict)
@@ -105,6 +131,15 @@ SCENARIOS = {
     "typeguard last": Scenario(after=TYPEGUARD, works=raises("typeguard.TypeCheckError")),
     "jaxtyping first": Scenario(before=JAXTYPING, works=raises("jaxtyping.TypeCheckError")),
     "jaxtyping last": Scenario(after=JAXTYPING, works=raises("jaxtyping.TypeCheckError")),
+    "autowrapt first": Scenario(
+        env=AUTOWRAPT,
+        works={"said": AUTOWRAPT_SAYS, "finders": ["wrapt", "sglang_jitfix"]},
+    ),
+    "autowrapt moved behind": Scenario(
+        sitecustomize=BEHIND,
+        env=AUTOWRAPT,
+        works={"said": AUTOWRAPT_SAYS, "finders": ["sglang_jitfix", "wrapt"]},
+    ),
     "ddtrace first": Scenario(
         before="import ddtrace.auto\n" + DDTRACE_PRODUCT, env=QUIET, works={"said": DATADOG_SAYS}
     ),
@@ -126,10 +161,13 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = site_packages(interpreter)
     (site / "a_first.pth").write_text("import os; exec(os.environ.pop('TEST_BEFORE', ''), {})\n")
     (site / "sglang.pth").write_text(f"{site_packages(Path(sys.executable))}\n")
+    (site / "hooks-1.dist-info").mkdir()
+    for name, text in HOOKS.items():
+        (site / name).write_text(text)
     assert sorted(file.name for file in site.glob("*.pth"))[:3] == [
         "a1_coverage.pth",
         "a_first.pth",
-        "distutils-precedence.pth",
+        "autowrapt-init.pth",
     ]
     return interpreter
 
@@ -144,6 +182,10 @@ def ask(python: Path, source: Path, folder: Path, scenario: Scenario, shim: str)
     env = environment(None, shim, HOME=str(folder / "link"), **scenario.env)
     env |= {"TEST_BEFORE": scenario.before, "ANSWERS_FIRST": scenario.after}
     env["PATH"] = f"{python.parent}:{env['PATH']}"
+    if scenario.sitecustomize:
+        # On PYTHONPATH, for a system's own may lie beside the standard library.
+        (folder / "sitecustomize.py").write_text(scenario.sitecustomize)
+        env["PYTHONPATH"] = str(folder)
     done = subprocess.run(
         [python.parent / program, *options, ANSWERS, source, folder / "answers.json"],
         env=env,
@@ -189,6 +231,14 @@ def test_beside(
         assert answers["neighbour"][question] == answer
     assert answers["neighbour"]["distutils"] == without_either["neighbour"]["distutils"]
     scenario.leaves(python, folder)
+
+
+def test_beside_with_the_shim_off(python: Path, source: Path, tmp_path: Path) -> None:
+    scenario = SCENARIOS["autowrapt moved behind"]
+    answers = ask(python, source, tmp_path / "run", scenario, "off")
+    assert answers["neighbour"]["said"] == AUTOWRAPT_SAYS
+    assert answers["neighbour"]["finders"] == ["wrapt"]
+    assert len(staging_entries(tmp_path / "run" / "real")) == 1
 
 
 def test_hooked_module_as_target_of_python_m(tmp_path: Path) -> None:

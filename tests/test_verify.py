@@ -41,10 +41,18 @@ def table(output: str) -> list[list[str]]:
     return [row for row in rows if row[:1] in (["process"], ["staging"])]
 
 
-def test_proof(tmp_path: Path) -> None:
-    """Also in a shell that has the shim switched off and a cache root of its own."""
+def test_proof(tmp_path: Path, wheel: Path) -> None:
+    """In the worst place: a shell that has the shim switched off and a cache root of its own, and
+    a package that is all links into uv's cache."""
+    executable = new_environment(tmp_path / "env")
+    links = environment(None, UV_LINK_MODE="symlink", UV_CACHE_DIR=str(tmp_path / "cache"))
+    command = ("uv", "pip", "install", "-q", "--no-deps", "--python", executable, wheel)
+    run(*command, env=links)
+    site = site_packages(executable)
+    assert (site / "sglang_jitfix" / "cli" / "probe.py").is_symlink()
+    (site / "sglang.pth").write_text(f"{site_packages(Path(sys.executable))}\n")
     mine = tmp_path / "mine"
-    done = verify(tmp_path, SGL_JIT_CACHE_DIR=str(mine), **OFF)
+    done = verify(tmp_path, executable, SGL_JIT_CACHE_DIR=str(mine), **OFF)
     assert done.returncode == 0, done.stderr
     *processes, staging = table(done.stdout)
     assert [row[2] for row in processes] == ["1", "1", "1"]

@@ -2,10 +2,10 @@
 
     uv run python tests/benchmarks/measure.py [PART]...
 
-The parts are starts, import, load, look-up and restart; without one it measures all (about a
-quarter of an hour on two cores) and writes results.md and restart.svg beside this file. What is
-compared is measured alternately in this one run, and what counts are the ratios of
-medians: absolute times mean little on a shared machine.
+The parts are starts, import, load, look-up and restart; without one it measures all, about
+twenty minutes on two cores. The figures take the place of the old ones in results.md beside this
+file, and those of restart also in restart.svg. What is compared is measured alternately in one
+run, and what counts are the ratios of medians: absolute times mean little on a shared machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from support import (  # noqa: E402
     environment,
     new_environment,
     run,
-    site_packages,
 )
 
 WORKERS = (1, 2, 4, 8)
@@ -89,47 +88,79 @@ def starts(folder: Path) -> Lines:
     packages = {
         "no `.pth`": None,
         "empty `.pth`": None,
-        "sglang-jitfix, root unset": wheel,
-        "sglang-jitfix, root a link": wheel,
+        "an empty module": None,
+        "sglang-jitfix": wheel,
         "setuptools": "setuptools==84.2.1",
         "coverage": "coverage==7.17.3",
         "autowrapt": "autowrapt==2.0.0",
     }
-    cases: dict[str, Callable[[], float]] = {}
+    executables = {}
     for number, (name, package) in enumerate(packages.items()):
-        executable = new_environment(folder / f"env{number}")
+        executables[name] = new_environment(folder / f"env{number}")
         if package:
-            run("uv", "pip", "install", "-q", "--compile-bytecode", "-p", executable, package)
-        elif name == "empty `.pth`":
-            (site_packages(executable) / "empty.pth").touch()
-        env = environment(folder / "link/cache" if name.endswith("link") else None)
-        command = [str(executable), "-c", ""]
-        cases[name] = partial(timed, command, env)
-    alone = ratios(alternate(cases, 400), "empty `.pth`")
-    return ["In an environment of its own:", "", *alone, "", *serving_starts(folder)]
+            run("uv", "pip", "install", "-q", "-p", executables[name], package)
+        elif name != "no `.pth`":
+            write_start_up_file(executables[name], name)
+    lines = both_ways("in an environment of its own", executables, folder)
+    return [*lines, "", *serving_starts(folder)]
 
 
 def serving_starts(folder: Path) -> Lines:
     """The same in an environment that serves: SGLang requires setuptools, by way of torch, and
     nvidia-cutlass-dsl, and both have start-up files that import."""
-    cases: dict[str, Callable[[], float]] = {}
-    for name in ("empty `.pth`", "sglang-jitfix, root unset", "sglang-jitfix, root a link"):
-        place = folder / f"serving{len(cases)}"
-        env = environment(folder / "link/cache" if name.endswith("link") else None)
+    executables: dict[str, Path] = {}
+    for name in ("empty `.pth`", "an empty module", "sglang-jitfix"):
+        place = folder / f"serving{len(executables)}"
         sync = ["uv", "sync", "-q", "-p", sys.executable, "--no-dev", "--extra", "sglang"]
         sync += ["--no-editable", "--reinstall-package", "sglang-jitfix"]
-        run(*sync, cwd=REPOSITORY, env={**env, "UV_PROJECT_ENVIRONMENT": str(place)})
-        executable = place / "bin" / "python"
-        start_up_file = site_packages(executable) / "sglang_jitfix.pth"
+        run(*sync, cwd=REPOSITORY, env=environment(UV_PROJECT_ENVIRONMENT=str(place)))
+        executables[name] = place / "bin" / "python"
+        start_up_file = site_of(executables[name]) / "sglang_jitfix.pth"
         assert "sglang_jitfix.init()" in start_up_file.read_text()
-        if not cases:
-            start_up_file.unlink()  # uv may have linked it to the file in its cache
-            start_up_file.touch()
-        command = [str(executable), "-c", ""]
-        timed(command, env)  # which writes bytecode
-        cases[name] = partial(timed, command, env)
-    serving = ratios(alternate(cases, 400), "empty `.pth`")
-    return ["Where SGLang and all that it requires are installed:", "", *serving]
+        if name != "sglang-jitfix":
+            start_up_file.unlink()
+            write_start_up_file(executables[name], name)
+    return both_ways("where SGLang and all that it requires are installed", executables, folder)
+
+
+def write_start_up_file(executable: Path, name: str) -> None:
+    """An empty one, or one that imports an empty module."""
+    site = site_of(executable)
+    module = name == "an empty module"
+    if module:
+        (site / "empty").mkdir()
+        (site / "empty" / "__init__.py").touch()
+    (site / "empty.pth").write_text("import empty\n" if module else "")
+
+
+def site_of(executable: Path) -> Path:
+    """Its site-packages, found without starting it, which would write bytecode."""
+    (site,) = executable.parents[1].glob("lib/python*/site-packages")
+    return site
+
+
+def both_ways(where: str, executables: Mapping[str, Path], folder: Path) -> Lines:
+    """Starts of *executables*, none of which has bytecode yet: without it first, then with it."""
+    tables = []
+    for way, setting in (("Without", "1"), ("With", "")):
+        cases: dict[str, Callable[[], float]] = {}
+        for name, executable in executables.items():
+            command = [str(executable), "-c", ""]
+            env = environment(PYTHONDONTWRITEBYTECODE=setting)
+            timed(command, env)  # which writes bytecode, or does not
+            compiled = list(site_of(executable).glob("*/__pycache__"))
+            if name != "sglang-jitfix":
+                cases[name] = partial(timed, command, env)
+                assert not (setting and compiled)
+            else:
+                linked = {**env, ROOT: str(folder / "link/cache")}
+                cases[f"{name}, root unset"] = partial(timed, command, env)
+                cases[f"{name}, root a link"] = partial(timed, command, linked)
+                assert bool(setting) != bool(compiled)
+        figures = ratios(alternate(cases, 400), "empty `.pth`")
+        tables.append([f"{way} bytecode on disk, {where}:", "", *figures])
+    without, with_it = tables
+    return [*with_it, "", *without]
 
 
 def imports(folder: Path) -> Lines:
@@ -279,15 +310,9 @@ PARTS: dict[str, tuple[str, Callable[[Path], Lines]]] = {
 
 def main() -> None:
     wanted = sys.argv[1:] or list(PARTS)
-    cores = len(os.sched_getaffinity(0))
-    versions = f"Python {platform.python_version()}, SGLang {releases.installed()}"
-    page = [
-        "# Measured",
-        "",
-        f"By `python tests/benchmarks/measure.py`, on {cores} cores, {versions}. Noise is how far",
-        "the medians of every other round are apart.",
-        "",
-    ]
+    results = HERE / "results.md"
+    # What is not measured now stays as it is on the page.
+    sections = dict(part.split("\n", 1) for part in results.read_text().split("\n## ")[1:])
     for name in wanted:
         title, measure = PARTS[name]
         print(f"measuring: {title} ...", file=sys.stderr, flush=True)
@@ -295,13 +320,20 @@ def main() -> None:
         try:
             (folder / "real").mkdir()
             (folder / "link").symlink_to("real")
-            page += [f"## {title}", "", *measure(folder), ""]
+            sections[title] = "\n".join(measure(folder))
         finally:
             shutil.rmtree(folder)
-    text = "\n".join(page)
-    print(text)
-    if not sys.argv[1:]:
-        (HERE / "results.md").write_text(text)
+        print(sections[title])
+    cores = len(os.sched_getaffinity(0))
+    versions = f"Python {platform.python_version()}, SGLang {releases.installed()}"
+    page = [
+        "# Measured",
+        "",
+        f"By `python tests/benchmarks/measure.py`, on {cores} cores, {versions}. Noise is how far",
+        "the medians of every other round are apart.",
+    ]
+    page += [f"\n## {title}\n\n{sections[title].strip()}" for title, _ in PARTS.values()]
+    results.write_text("\n".join(page) + "\n")
 
 
 if __name__ == "__main__":
