@@ -170,3 +170,18 @@ def test_poisoned_leaves(folder: Path) -> None:
     )
     (hint,) = report["hints"]
     assert "`sglang-jitfix repair`" in hint
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_toolkit_that_is_not_canonical(folder: Path, variable: str) -> None:
+    """SGLang's build key has it as it is spelled; of the two, CUDA_HOME counts."""
+    for toolkit, odd in (("link", True), ("real/", True), ("real", False), ("link/../real", True)):
+        path = f"{folder}/{toolkit}"
+        assert hint(doctor(folder, "real", **{variable: path}), "spell it alike") == odd
+    both = {"CUDA_HOME": f"{folder}/real", "CUDA_PATH": f"{folder}/link"}
+    assert not hint(doctor(folder, "real", **both), "spell it alike")
+
+
+def test_finder_behind_pythons_own(folder: Path) -> None:
+    (folder / "sitecustomize.py").write_text("import sys\nsys.meta_path.reverse()\n")
+    assert hint(doctor(folder, "real", PYTHONPATH=str(folder)), "behind Python's own")

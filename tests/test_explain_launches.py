@@ -338,9 +338,9 @@ def lay_traps(root: Path) -> int:
         for name in ("sgl_deps.json", "build.ninja", "main.cpp", "library"):
             leaf = write_poisoned(next(scopes))
             (leaf / "build.ninja").write_text("build main_0.o: compile_cxx main.cpp\n")
-            file = leaf / (f"{leaf.parents[1].name}.so" if name == "library" else name)
-            file.unlink(missing_ok=True)
-            file.symlink_to(trap)
+            place = leaf / (f"{leaf.parents[1].name}.so" if name == "library" else name)
+            place.unlink(missing_ok=True)
+            place.symlink_to(trap)
             leaves.append(leaf)
         leaves.append(write_leaf(next(scopes), [("abs", str(trap), "1" * 64)]))
     leaves.append(write_leaf(next(scopes), [("abs", "/\0", "1" * 64)]))

@@ -239,6 +239,24 @@ def test_scope_whose_lock_is_taken(tmp_path: Path, mend: Any) -> None:
     assert names(held) == [GOOD]
 
 
+@pytest.mark.parametrize("lock", ["taken", "a folder", "none of its owner's"])
+def test_left_counts_leaves_whatever_stopped_it(tmp_path: Path, lock: str) -> None:
+    scope = write_scope(tmp_path)
+    for age in (1, 2, 3):
+        _, unit, digest = own_unit(scope)
+        unit = unit.replace(str(tmp_path), "/elsewhere")
+        write_leaf(scope, [("abs", unit, digest), *DEPENDENCIES], age)
+    path = scope / ".lock"
+    path.mkdir() if lock == "a folder" else path.touch(mode=0o444)
+    with open(scope / ".lock") if path.is_file() else open(os.devnull) as file:
+        if lock == "taken":
+            path.chmod(0o666)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        done = jitfix("repair", ".", prefix=unprivileged(tmp_path))
+    assert done.returncode == (1 if lock == "taken" else 2)
+    assert done.stdout.splitlines()[-1].endswith("; 3 left to mend")
+
+
 def test_links_in_the_cache(tmp_path: Path, mend: Any) -> None:
     """A leaf that is a link becomes a real one; what the link names is left."""
     scope = write_scope(tmp_path / "elsewhere")
@@ -359,6 +377,7 @@ def test_full_disk(tmp_path: Path) -> None:
     """One line, no build lost; with room again, the rest is mended."""
     scope = write_scope(tmp_path / "cache")
     leaf = write_poisoned(scope)
+    write_poisoned(write_scope(tmp_path / "cache", "z"))  # which it does not come to
     (tmp_path / "disk").mkdir()
     names = map(str, (tmp_path / "disk", tmp_path / "cache", sys.executable))
     options = "-m" if os.geteuid() == 0 else "-rm"
@@ -378,6 +397,7 @@ def test_full_disk(tmp_path: Path) -> None:
     kept = [*map(str, (place, *(place / file for file in sorted(names_of(leaf)))))]
     assert [line for line in left if not line.endswith(".lock")] == kept
     assert first.startswith("0 leaves mended")
+    assert first.endswith("; 2 left to mend\n")
     assert second.endswith("0 left to mend\nstatus 0\n")
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -91,6 +92,7 @@ def _look(
     from sglang.kernels.jit.utils import arch
     from sglang.kernels.jit.utils.compile import cache
 
+    gc.freeze()  # or the collector goes through all of SGLang again and again
     cuda = TARGET.fullmatch(target)
     has_gpu = arch.get_jit_cuda_arch().major > 0
     rows: list[dict[str, Any]] = []
@@ -158,8 +160,8 @@ def _key(scope: Path, found: Sequence[disk.Leaf]) -> tuple[list[Difference], str
     # Another name of the same compiler leaves the rest of the key as it is.
     homes = [one for one in (home, built.cuda_home, os.path.realpath(home)) if same_nvcc(one, home)]
     compilers = [one for one in (cxx, built.word("cxx")) if same_file(one, cxx)]
-    for one in itertools.product(homes, compilers):
-        if is_key_with(*one):
+    for one in dict.fromkeys(itertools.product(homes, compilers)):
+        if one != (home, cxx) and is_key_with(*one):
             return differs, spelled_otherwise(*one, home, cxx)
     return differs or [difference("versions", None, _versions())], None
 
@@ -307,17 +309,26 @@ def _holds(leaf: disk.Leaf) -> tuple[bool, bool, dict[str, str | None]]:
             raise UnansweredError(f"its manifest: {error.strerror}") from None
     entries = cache._read_deps(leaf.path) or []
     own = set(lookup.vanished_units(cache, entries)) if hasattr(entries, "build") else set()
-    now, differing = [], {}
+    differing = {}
     for index, entry in enumerate(entries):
-        digest = entry.digest
-        if index not in own:
-            digest = _digest_now(entry.root, entry.relpath)
+        if index in own:
+            continue
+        digest = _digest_now(entry.root, entry.relpath)
         if digest != entry.digest:
-            path = cache._resolve_path(root=entry.root, relpath=entry.relpath)
-            differing[str(path or f"{entry.root}:{entry.relpath}")] = digest
-        now.append(leaves.Entry(entry.root, entry.relpath, digest or ""))
-    holds = leaf.path.name == leaves.LEAF_PREFIX + leaves.deps_key(now)
-    return holds and len(own) < len(now) and all(differing.values()), bool(own), differing
+            differing[entry.root, entry.relpath] = digest
+    named = {
+        str(cache._resolve_path(root=root, relpath=relpath) or f"{root}:{relpath}"): digest
+        for (root, relpath), digest in differing.items()
+    }
+    if len(own) == len(entries) or not all(differing.values()):
+        return False, bool(own), named
+    if not differing:  # its own list names it, or not
+        return leaf.status in (disk.OK, disk.POISONED), bool(own), named
+    now = [
+        leaves.Entry(one.root, one.relpath, differing.get((one.root, one.relpath)) or one.digest)
+        for one in entries
+    ]
+    return leaf.path.name == leaves.LEAF_PREFIX + leaves.deps_key(now), bool(own), named
 
 
 @functools.cache

@@ -55,8 +55,8 @@ class Build(NamedTuple):
         ``-L<root>/lib64`` of modules with CUDA code, where it is not.
         """
         home = self.word("nvcc").removesuffix("/bin/nvcc")
-        same = (home, home + "/")
-        return next((one for one in same[::-1] if f"-L{one}/lib64" in self.words("ldflags")), home)
+        with_slash = f"-L{quoted(f'{home}//lib64')}" in self.value("ldflags").split(" ")
+        return f"{home}/" if with_slash else home
 
     def request(self) -> dict[str, Any]:
         """The arguments of ``load_jit`` that it was made for, but for flags."""

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,12 @@ def hints(report: dict[str, Any]) -> list[str]:
         found.append(
             "The start-up file did not run: Python reads it neither with -S nor in a folder that"
             " is only on PYTHONPATH."
+        )
+    ahead = sys.meta_path[: sys.meta_path.index(PathFinder)] if PathFinder in sys.meta_path else []
+    if report["on"] and not any(isinstance(one, sglang_jitfix.Finder) for one in ahead):
+        found.append(
+            "Something, a sitecustomize perhaps, has put the shim's finder behind Python's own:"
+            " SGLang's modules are not patched."
         )
     if report["sglang_version"] is None:
         found.append("No SGLang found in this environment.")

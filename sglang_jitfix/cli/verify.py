@@ -64,8 +64,8 @@ def check_parts() -> str:
     require_sglang()
     compiler = os.environ.get("CXX") or "c++"
     for tool, remedy in (
-        (compiler, "install a C++ compiler or set CXX"),
-        ("ninja", "activate the environment, or install ninja"),
+        (compiler, "install one (`apt-get install g++` on Debian and Ubuntu), or set CXX"),
+        ("ninja", "activate the environment, or `pip install ninja`"),
     ):
         if shutil.which(tool) is None:
             raise CommandError(f"SGLang builds with {tool!r}, which is not on PATH: {remedy}")

@@ -13,33 +13,70 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cachekit import Entry, own_unit, set_age, write_leaf, write_scope
-from support import environment
+from support import environment, python
 
 SCOPES, LEAVES, ENTRIES = 1000, 10, 400
 
 
+UNIT = """\
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/dtype.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include "/kernels/{number}.cuh"
+namespace sglang {{
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, (run_{number}));
+}}  // namespace sglang
+"""
+BUILD = """\
+import sys
+from sglang.kernels.jit.utils.arch import override_jit_cuda_arch
+from sglang.kernels.jit.utils.compile import load_jit, ninja
+ninja.build = lambda build_file, **other: sys.exit(print(build_file, end=""))
+with override_jit_cuda_arch(9, 0):
+    load_jit("MODULE", cuda_files=["/kernels/0.cuh"], cuda_wrappers=[("run", "run_0")])
+"""
+
+
 def make(root: Path) -> None:
-    """1,000 scopes of 10 leaves: 5 good ones, and of two contents 5 poisoned ones."""
+    """1,000 scopes of 10 leaves: 5 good ones, and of two contents 5 poisoned ones.
+
+    The build files are what SGLang would write here and their headers are real ones, but
+    no key is right, which is most work for `explain`; its SGLang is imported in any case.
+    """
+    site = Path(msgspec.__file__).parents[1]
+    headers = sorted((site / "nvidia/cu13/include").rglob("*.h*"))[:ENTRIES]
+    real: list[Entry] = [
+        ("sitepkgs", str(header.relative_to(site)), digest(header.read_bytes()))
+        for header in headers
+    ]
+    with tempfile.TemporaryDirectory() as empty:
+        build_file = python(BUILD, env=environment(empty)).partition("ninja_required")
     for number in range(SCOPES):
-        scope = write_scope(root, f"module_{number % 50}", f"{number:016x}")
+        scope = write_scope(root, f"module_{number % 50}_bf16_t_128_true", f"{number:016x}")
+        source: Entry = ("abs", f"/kernels/{number}.cuh", digest(b"a kernel"))
         for leaf in range(LEAVES):
             poisoned = leaf % 2
             content = leaf % 4 if poisoned else 10 + leaf
-            entries: list[Entry] = [
-                ("sitepkgs", f"nvidia/cu13/include/cccl/header_{index:03}.h", digest(content))
-                for index in range(ENTRIES - poisoned)
-            ]
+            changed: Entry = (*real[0][:2], digest(str(content).encode()))
+            entries = [source, changed, *real[1 : ENTRIES - 1 - poisoned]]
             made = write_leaf(scope, [own_unit(scope), *entries] if poisoned else entries)
-            for name in ("cuda.cu", "cuda_0.o", "cuda_0.o.d", ".ninja_log"):
+            text = "".join(build_file[1:]).replace("sgl_kernel_jit_MODULE", scope.parent.name)
+            (made / "build.ninja").write_text(text)
+            (made / "cuda.cu").write_text(UNIT.format(number=number))
+            for name in ("cuda_0.o", "cuda_0.o.d", ".ninja_log"):
                 (made / name).write_text("text")
             set_age(made, leaf)
 
 
-def digest(content: object) -> str:
-    return hashlib.sha256(repr(content).encode()).hexdigest()
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def measure(*arguments: str) -> None:
@@ -54,7 +91,8 @@ def measure(*arguments: str) -> None:
     start = time.perf_counter()
     out = subprocess.check_output([sys.executable, "-c", code, *command], env=environment())
     seconds = time.perf_counter() - start
-    print(f"{' '.join(arguments[:-1]):20}{seconds:8.1f} s{int(out) / 1024:8.0f} MiB", flush=True)
+    name = " ".join(argument for argument in arguments if "/" not in argument)
+    print(f"{name:20}{seconds:8.1f} s{int(out) / 1024:8.0f} MiB", flush=True)
 
 
 def main() -> None:
@@ -66,6 +104,8 @@ def main() -> None:
         make(root)
         for arguments in (
             ["ls"],
+            ["explain", "--root"],
+            ["explain", "module_0_bf16_t_128_true", "--root"],  # SGLang's import, above all
             ["repair", "--dry-run"],
             ["repair"],
             ["repair"],
