@@ -123,6 +123,8 @@ def _key(scope: Path, found: Sequence[disk.Leaf]) -> tuple[list[Difference], str
     import msgspec
     from sglang.kernels.jit.utils.compile import cache, toolchain
 
+    if not scope.parent.name.startswith(PREFIX):
+        raise UnansweredError("no module of SGLang's has such a name")
     leaf, built = _recorded(found)
     home, cxx = toolchain.cuda_home(), toolchain.host_compiler_path()
     _, here = _request(scope, built)
